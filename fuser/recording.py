@@ -116,7 +116,7 @@ class Statistics:
 
     def __exit__(self, *exception: Any) -> None:
         quantization_observers.remove(self._observe)
-        for quantizer, layer, tensor in _quantizers_of(self._model):
+        for quantizer, layer, tensor in quantizers_of(self._model):
             if type(quantizer).quantize is not Quantizer.quantize:
                 self._note_unmeasured(layer, tensor)
         if self.step >= 0:
@@ -147,7 +147,7 @@ class Statistics:
     def _idle_layers(self) -> list[str]:
         busy = {record.layer for record in self.records}
         unmeasured = set(self.unmeasured)
-        busy |= {layer for _, layer, tensor in _quantizers_of(self._model) if name_of(layer, tensor) in unmeasured}
+        busy |= {layer for _, layer, tensor in quantizers_of(self._model) if name_of(layer, tensor) in unmeasured}
         return [layer for layer in quantizing_layers(self._model) if layer not in busy]
 
     def _note_unmeasured(self, layer: str, tensor: str) -> None:
@@ -161,7 +161,7 @@ class Statistics:
         if known is None or known[0]() is not quantizer:  # a recipe has made new ones, or it is another model's
             self._roles = {key: seen for key, seen in self._roles.items() if seen[0]() is not None}
             self._roles[id(quantizer)] = weakref.ref(quantizer), None
-            for one, layer, tensor in _quantizers_of(self._model):
+            for one, layer, tensor in quantizers_of(self._model):
                 self._roles[id(one)] = weakref.ref(one), (layer, tensor)
         return self._roles[id(quantizer)][1]
 
@@ -300,7 +300,7 @@ def layer_of(name: str) -> str:
     return ".".join(itertools.takewhile(lambda part: part not in ("basic_ops", "parametrizations"), name.split(".")))
 
 
-def _quantizers_of(model: torch.nn.Module) -> Iterator[tuple[Quantizer, str, str]]:
+def quantizers_of(model: torch.nn.Module) -> Iterator[tuple[Quantizer, str, str]]:
     """The quantizers that the operations have now, each with the names of its layer and its tensor."""
     for layer, op in operations_of(model):
         for mode, quantizers in (op._quantizers or {}).items():

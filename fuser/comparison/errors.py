@@ -74,6 +74,7 @@ def compared_steps(name: str, base: Outcome, step: Outcome) -> RecipeComparison:
         step.warmed_up,
         step.unmeasured,
         step.idle,
+        step.refused_on_gpus,
     )
 
 

@@ -104,6 +104,9 @@ class RecipeComparison:
         warmed_up: whether the step did not change a delayed scale by more than a tenth of itself. If it did, the errors
             are in part those of scales that are not the recipe's yet.
         unmeasured: names of tensors whose quantizers leave no record, as `Statistics.unmeasured`.
+        refused_on_gpus: of layers that TE or cuBLAS refuse to compute on a GPU, since a size of an FP8 operand is no
+            multiple of 16, each with the operand and its shape, as "1 weight 10x64". Rows are not counted if `pad`
+            appends some.
         error: the `ValueError` of a step that the card in force has no products for, with the card's name as `card`;
             None: the step was run.
     """
@@ -119,6 +122,7 @@ class RecipeComparison:
     warmed_up: bool = True
     unmeasured: list[str] = field(default_factory=list, repr=False)
     idle: list[str] = field(default_factory=list, repr=False)
+    refused_on_gpus: list[str] = field(default_factory=list, repr=False)
     error: NoUnitError | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -226,13 +230,25 @@ class Comparison:
             parts += ["SQNR of each quantized tensor, dB:", "", *_tables("tensor", names, cells)]
         for found in self.recipes:
             parts += no_record_of(found.unmeasured, f" under {found.recipe}")
-        for idle in dict.fromkeys(tuple(found.idle) for found in run):
-            same = [found.recipe for found in run if tuple(found.idle) == idle]
-            parts += nothing_quantized_of(idle, "" if len(same) == len(run) else f" under {', '.join(same)}")
+        for idle, where in self._alike(lambda found: found.idle):
+            parts += nothing_quantized_of(idle, where)
+        for operands, where in self._alike(lambda found: found.refused_on_gpus):
+            parts.append(
+                f"On a GPU TE refuses FP8 products{where} with a size that is no multiple of 16: "
+                f"{', '.join(operands)}. Here they were emulated."
+            )
         for line in dict.fromkeys(line for found in self.recipes for line in found.left):
             who = ", ".join(found.recipe for found in self.recipes if line in found.left)
             parts.append(f"left in high precision under {who}: {line}")
         return text_of(*parts)
+
+    def _alike(self, names: Callable[[RecipeComparison], list[str]]) -> Iterator[tuple[list[str], str]]:
+        """Each list of names that recipes have, with " under" those recipes; "" if all of them have it."""
+        run = self._run()
+        for found in dict.fromkeys(tuple(names(one)) for one in run):
+            same = [one.recipe for one in run if tuple(names(one)) == found]
+            if found:
+                yield list(found), "" if len(same) == len(run) else f" under {', '.join(same)}"
 
     def _run(self) -> list[RecipeComparison]:
         """The recipes whose steps were run: their cards have the products."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from types import SimpleNamespace
@@ -20,12 +21,26 @@ from fuser.conversion.rules import Rule
 from fuser.op import BasicOperation, FusibleOperation
 from fuser.pipeline import ForwardStep, forward_observers, rows_before_padding
 from fuser.quantization.contexts import autocast
+from fuser.quantization.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, Float8Quantizer
 from fuser.quantization.state import FP8GlobalStateManager
 from fuser.quantization.storage import QuantizedTensorStorage
 from fuser.recipe import Recipe
-from fuser.recording import QuantizationRecord, layer_of, operations_of, quantizing_layers, statistics
-from refops.arguments import say_who, shown
+from fuser.recording import (
+    QuantizationRecord,
+    layer_of,
+    name_of,
+    operations_of,
+    quantizers_of,
+    quantizing_layers,
+    statistics,
+)
+from refops.arguments import dimensions, say_who, shown
 
+#: What TE and cuBLAS want the sizes of FP8 operands to be multiples of on a GPU. A forward pass needs 8 of those sizes
+#: that it does not sum over, which its backward pass does.
+MULTIPLE_ON_GPUS = 16
+#: The quantizers of such operands. Other formats take no such sizes anywhere.
+_FP8 = (Float8Quantizer, Float8CurrentScalingQuantizer, Float8BlockQuantizer)
 #: A delayed scale has settled if its relative change from one step to the next is at most this.
 MOST_CHANGE = 0.1
 
@@ -47,7 +62,7 @@ class Calls:
 
 @dataclass
 class Outcome:
-    """What is compared of a step. The last five: of `RecipeComparison`."""
+    """What is compared of a step. The last six: of `RecipeComparison`."""
 
     loss: float
     output: list[torch.Tensor]
@@ -59,6 +74,7 @@ class Outcome:
     warmed_up: bool = True
     left: list[str] = field(default_factory=list)
     coverage: Coverage = field(default_factory=Coverage)
+    refused_on_gpus: list[str] = field(default_factory=list)
 
 
 def step_under(name: str, model: torch.nn.Module, rule: Rule, plan: Plan, batch: Any, loss: Any, pad: bool) -> Outcome:
@@ -74,7 +90,23 @@ def step_under(name: str, model: torch.nn.Module, rule: Rule, plan: Plan, batch:
     if not isinstance(rule, Recipe):  # no `autocast` is around the step (`_quantizing`)
         operations = _layers_of_operations(duplicate)
         left, idle = [*left, *plan.left_to_autocast], [layer for layer in idle if layer not in operations]
-    return replace(step, left=left, idle=idle, coverage=_coverage(duplicate, step.idle))
+    refused = _refused_on_gpus(duplicate, step.records, pad)
+    return replace(step, left=left, idle=idle, coverage=_coverage(duplicate, step.idle), refused_on_gpus=refused)
+
+
+def _refused_on_gpus(model: torch.nn.Module, records: Sequence[QuantizationRecord], pad: bool) -> list[str]:
+    """Layer, tensor and shape of an FP8 operand of each layer whose products a GPU refuses; of its weight first.
+
+    `pad`: rows are appended where there are too few.
+    """
+    names = {name_of(layer, tensor) for quantizer, layer, tensor in quantizers_of(model) if isinstance(quantizer, _FP8)}
+    found: dict[str, str] = {}
+    for record in sorted(records, key=lambda record: not record.tensor.startswith("weight")):
+        rows, last = math.prod(record.shape[:-1]), record.shape[-1]
+        sizes = [last] if pad and not record.tensor.startswith("weight") else [rows, last]
+        if record.name in names and any(size % MULTIPLE_ON_GPUS for size in sizes):
+            found.setdefault(record.layer, f"{record.name} {dimensions(record.shape)}")
+    return list(found.values())
 
 
 def run_step(model: torch.nn.Module, rule: Rule, batch: Any, loss: Any) -> Outcome:

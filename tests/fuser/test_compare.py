@@ -23,6 +23,7 @@ from fuser.quantization.state import DelayedScalingRequest, FP8GlobalStateManage
 from fuser.recipe import (
     CustomRecipe,
     DelayedScaling,
+    Float8BlockScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
@@ -544,6 +545,20 @@ class TestCalls:
         assert "no product of" not in text  # a recipe was not to quantize it
         assert {record.layer for record in found["by name"].records} == {"1"}
 
+    def test_sizes_that_a_gpu_refuses_are_said(self):
+        model = nn.Sequential(nn.Linear(64, 24), nn.Linear(24, 32), nn.Linear(32, 64))
+        recipes = [DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling()]
+        found = compared(model, inputs(20, 64), recipes)
+        layers = ["0 weight 24x64", "1 weight 32x24"]
+        assert [one.refused_on_gpus for one in found] == [layers] * 3 + [[]]
+        under = "under DelayedScaling, Float8CurrentScaling, Float8BlockScaling"
+        said = f"On a GPU TE refuses FP8 products {under} with a size that is no multiple of 16: {', '.join(layers)}."
+        assert said in " ".join(str(found).split())
+        assert "On a GPU" not in str(compared(model[2:], inputs(20, 32), DelayedScaling()))  # 20 rows are padded
+        unpadded = compared(model, inputs(20, 64), DelayedScaling(), pad=False)
+        assert unpadded.recipes[0].refused_on_gpus == [*layers, "2 input 20x32"]
+        assert "On a GPU TE refuses FP8 products with a size" in " ".join(str(unpadded).split())
+
     def test_rules_are_checked_before_a_step_runs(self):
         model = self.Model(lambda y, loss: pytest.fail("a step ran"))
         with pytest.raises(ValueError, match=r"patterns that match names of linear layers, .*; got 'x\*'"):
@@ -851,8 +866,8 @@ class TestStatistics:
 
     def test_quantizers_of_others_are_looked_up_once(self, monkeypatch):
         model = fuser.convert(nn.Linear(64, 64), MXFP8BlockScaling())
-        walks, walk = [], recording._quantizers_of
-        monkeypatch.setattr(recording, "_quantizers_of", lambda model: walks.append(1) or walk(model))
+        walks, walk = [], recording.quantizers_of
+        monkeypatch.setattr(recording, "quantizers_of", lambda model: walks.append(1) or walk(model))
         other, x = fuser.MXFP8Quantizer(fuser.DType.kFloat8E4M3), inputs(32, 64)
         with fuser.statistics(model) as s:
             model(x)
