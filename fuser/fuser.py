@@ -243,8 +243,13 @@ class OperationFuser:
 
     def _transformed(self, x: torch.Tensor, extra_inputs: Sequence[Any], basic_op_kwargs: Any) -> torch.Tensor:
         """A call on a tensor of torch.func's transforms (grad, vmap ...)."""
-        if extra_inputs or any(basic_op_kwargs or ()) or FP8GlobalStateManager.is_fp8_enabled():
-            raise RuntimeError("torch.func can transform operations without extra inputs, outside of fuser.autocast")
+        if FP8GlobalStateManager.is_fp8_enabled():
+            raise RuntimeError(
+                "torch.func can't transform operations that quantize: those in a fuser.autocast, and layers that "
+                "fuser.convert gave a recipe; fuser.convert(model, None) makes these torch's again"
+            )
+        if extra_inputs or any(basic_op_kwargs or ()):
+            raise RuntimeError("torch.func can transform operations without extra inputs and keyword arguments")
         if self._hooked_ops():
             raise RuntimeError("torch.func can't transform operations with hooks")
         for op in self._basic_ops:

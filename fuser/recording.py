@@ -170,20 +170,24 @@ class Statistics:
         return [record.as_dict() for record in self.records]
 
     def of(self, layer: str, tensor: str) -> list[QuantizationRecord]:
-        """The records of one tensor, in order. `KeyError`: there are none, though of others."""
+        """The records of one tensor, in order. `KeyError`: there are none, though of others, or no such layer."""
         found = [record for record in self.records if (record.layer, record.tensor) == (layer, tensor)]
-        if self.records and not found:
-            tensors = list(dict.fromkeys(record.tensor for record in self.records if record.layer == layer))
-            if tensors:
-                names = ", ".join(map(repr, tensors))
-                raise KeyError(
-                    f"tensor must be one of {names}, of which {layer!r} has records; "
-                    f"got {shown(tensor)}{did_you_mean(tensor, tensors)}"
-                )
-            layers = list(dict.fromkeys(record.layer for record in self.records))
+        if found:
+            return found
+        tensors = list(dict.fromkeys(record.tensor for record in self.records if record.layer == layer))
+        if tensors:
+            names = ", ".join(map(repr, tensors))
+            raise KeyError(
+                f"tensor must be one of {names}, of which {layer!r} has records; "
+                f"got {shown(tensor)}{did_you_mean(tensor, tensors)}"
+            )
+        layers, which = list(dict.fromkeys(record.layer for record in self.records)), "have records"
+        if not layers:
+            layers, which = quantizing_layers(self._model), "quantize"
+        if self.records or layer not in layers:
             hint = did_you_mean(layer, layers) or f", which are {shown(layers)}"
-            raise KeyError(f"layer must be one of the {len(layers)} that have records; got {shown(layer)}{hint}")
-        return found
+            raise KeyError(f"layer must be one of the {len(layers)} that {which}; got {shown(layer)}{hint}")
+        return []
 
     def __repr__(self) -> str:
         return f"<Statistics: {len(self.records)} records of {self.step + 1} steps>"

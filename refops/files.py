@@ -325,6 +325,8 @@ def _require_start(path, suffix):
         if Path(path).suffix.lower() != suffix:
             raise FileError(f"must be a {suffix} file; got {str(path)!r}")
         raise ValueError(f"it is not a {suffix} file")
+    if start.startswith(b"PK") and not zipfile.is_zipfile(path):  # whose directory is at its end
+        raise ValueError("it ends early")
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
 from cuda_kernels.messages import silent
 from fuser.comparison.errors import compared_steps
@@ -136,6 +137,13 @@ def compare(
 
 def _check_batch(model: torch.nn.Module, batch: Any) -> None:
     """`TypeError` unless a model can be called with a batch, as far as its signature says."""
+    if any(
+        isinstance(one, Recipe) or (isinstance(one, type) and issubclass(one, Recipe)) for one in tree_leaves(batch)
+    ):
+        raise TypeError(
+            "batch must be what to call the model with, and recipes come after it, compare(model, batch, recipes); "
+            f"got {shown(batch)}"
+        )
     if isinstance(batch, np.ndarray | torch.utils.data.DataLoader | torch.utils.data.Dataset):
         raise TypeError(f"batch must be one batch of tensors; got {with_article(type(batch).__name__)}")
     args, named = ((), dict(batch)) if isinstance(batch, Mapping) else (batch, {})

@@ -95,8 +95,8 @@ def convert(
     is switched off where the layer is part of `model`. A layer of which `linear1` and `linear2` alone are given to
     `convert` computes without quantization there.
 
-    An input may have another dtype than a linear layer's weight, which is an error in torch: the output has the
-    weight's. In `torch.autocast` a linear layer returns its dtype; norms and activations return the dtype that torch's
+    An input of another dtype than a linear layer's weight is an error, as in torch; operations of `fuser.ops`, as TE's,
+    cast it. In `torch.autocast` a linear layer returns its dtype; norms and activations return the dtype that torch's
     do, so that float32 stays float32, where the operations of `fuser.ops`, as TE's, return autocast's. Norms compute
     with float32 parameters beside an input in 16 bits, as torch's do, where TE's round them to that dtype.
 

@@ -15,7 +15,9 @@ import torch
 from torch.nn.utils import parametrize
 
 from fuser import ops
+from fuser.common import in_autocast
 from fuser.dispatch import computes_in
+from fuser.dtypes import HIGH_PRECISION
 from fuser.fuser import OperationFuser
 from fuser.op import BasicOperation
 from fuser.pipeline import padding
@@ -87,7 +89,7 @@ class Converted(HoldsFusers, NotScriptable, torch.nn.Module):
             return self._call_operations(input)
 
     def _call_operations(self, input: torch.Tensor) -> torch.Tensor:
-        return self._present_pipeline()(input)
+        return self._pipeline_for(input)(input)
 
     def takes(self, input: torch.Tensor) -> bool:
         """Whether operations compute this input; torch computes what they can't: shapes without values and float64."""
@@ -115,9 +117,11 @@ class Converted(HoldsFusers, NotScriptable, torch.nn.Module):
         """The weight and bias that operations compute with now."""
         return {name: value for name in ("weight", "bias") if (value := getattr(self, name, None)) is not None}
 
-    def _present_pipeline(self) -> OperationFuser:
-        """`pipeline()`; while torch.compile traces, the one that was made before."""
-        return self._pipeline if in_graph() else self.pipeline()  # type: ignore[return-value]
+    def _pipeline_for(self, input: torch.Tensor) -> OperationFuser:
+        """`pipeline()`; while torch.compile traces, the one that was made before. See `refuse_dtypes`."""
+        pipeline: Any = self._pipeline if in_graph() else self.pipeline()
+        refuse_dtypes(pipeline, input)
+        return pipeline
 
     def _prepare(self) -> str:
         """Make the pipeline for a compiled call. Returns why there can't be one, or ""."""
@@ -183,6 +187,29 @@ def refuse_distributed(modules: Iterable[Converted], input: torch.Tensor) -> Non
                 f"operations of a converted model take plain tensors; got a DTensor as {name}, as parallelize_module "
                 "makes them for tensor parallelism. Shard with fully_shard or DistributedDataParallel, write the layer "
                 "as fuser.ops.Linear(tensor_parallel_mode=...), or leave it to torch by the filter of convert"
+            )
+
+
+def refuse_dtypes(pipeline: OperationFuser, input: torch.Tensor) -> None:
+    """`ValueError` for a weight of a dtype that operations don't compute in; `RuntimeError` for an input of another
+    dtype than a weight that multiplies, as torch's outside of `torch.autocast`."""
+    if in_autocast(input):
+        return
+    operations: list[Any] = pipeline._basic_ops
+    for op in operations:
+        weight = op._parameters.get("weight") if op.num_quantizers("forward") else None
+        if weight is None:
+            continue
+        which = f"the weight of {op.name!r}" if op.name else "the weight"
+        if weight.dtype not in HIGH_PRECISION:
+            raise ValueError(
+                f"model must have weights of float32, float16 or bfloat16 where it was converted; {which} is of "
+                f"{weight.dtype}. Give it one of these dtypes, or make it torch's again: fuser.convert(model, None)"
+            )
+        if weight.dtype != input.dtype:
+            raise RuntimeError(
+                f"input must have the dtype of {which}, {weight.dtype}, as for torch's layer outside of "
+                f"torch.autocast; got {input.dtype}"
             )
 
 
@@ -258,12 +285,12 @@ class ConvertedProduct(Converted):
         return -math.prod(input.shape[:-1]) % get_align_size_for_quantization(FP8GlobalStateManager.get_fp8_recipe())
 
     def _call_operations(self, input: torch.Tensor) -> torch.Tensor:
-        short = self.rows_short_of_blocks(input)
+        short, pipeline = self.rows_short_of_blocks(input), self._pipeline_for(input)
         if not short:
-            return self._present_pipeline()(input)
+            return pipeline(input)
         rows = input.reshape(-1, input.shape[-1])
         with contextlib.nullcontext() if in_graph() else padding(rows.shape[0]):
-            y = self._present_pipeline()(torch.nn.functional.pad(rows, (0, 0, 0, short)))
+            y = pipeline(torch.nn.functional.pad(rows, (0, 0, 0, short)))
         return y[: rows.shape[0]].view(*input.shape[:-1], y.shape[-1])
 
 

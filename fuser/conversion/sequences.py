@@ -11,6 +11,7 @@ from fuser.conversion.modules import (
     ConvertedProduct,
     in_graph,
     refuse_distributed,
+    refuse_dtypes,
     run_eagerly,
     warn_of_first_scales,
 )
@@ -78,11 +79,14 @@ class ConvertedSequential(HoldsFusers, NotScriptable, torch.nn.Sequential):
             refuse_distributed(run, x)
             warn_of_first_scales(run)
             with run[0].quantizing():
-                return self._pipeline_of(start, stop)(x)
+                pipeline = self._pipeline_of(start, stop)
+                refuse_dtypes(pipeline, x)
+                return pipeline(x)
         for child in run:
             reason = child._why_outside()
             if reason:
                 return outside_compile(self._run_pipeline, x, start, stop, reason=reason)
+        refuse_dtypes(self._pipelines[start, stop], x)
         with run[0].quantizing():
             return self._pipelines[start, stop](x)
 

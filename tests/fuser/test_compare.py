@@ -490,6 +490,17 @@ class TestCalls:
                 "item 0; make one, such as fuser.recipe",
             ),
             ((nn.SiLU(), torch.zeros(1).numpy()), TypeError, "batch must be one batch of tensors; got an ndarray"),
+            (
+                (nn.SiLU(), MXFP8BlockScaling()),
+                TypeError,
+                r"batch must be .*, compare\(model, batch, recipes\); got MXFP8",
+            ),
+            (
+                (nn.SiLU(), [NVFP4BlockScaling]),
+                TypeError,
+                "batch must be what to call the model with, and recipes come",
+            ),
+            ((nn.SiLU(), {"a": DelayedScaling()}), TypeError, r"batch must be .*; got {'a': DelayedScaling"),
             ((nn.SiLU(), torch.utils.data.DataLoader([1])), TypeError, "batch must be one .*; got a DataLoader"),
             ((nn.SiLU(), (torch.zeros(1),) * 2), TypeError, "what only the loss needs goes into loss; too many"),
             ((nn.SiLU(), {"x": torch.zeros(1)}), TypeError, "its names are those of arguments; missing .* 'input'"),
@@ -975,7 +986,10 @@ class TestStatistics:
         model = fuser.convert(nn.Linear(32, 32), MXFP8BlockScaling())
         with pytest.raises(ValueError, match="every must be an integer"):
             fuser.statistics(model, every=0)
-        s = fuser.statistics(model)
+        s = fuser.statistics(nn.ModuleDict({"a": model, "b": nn.Linear(32, 32)}))
+        assert s.of("a", "input") == []  # until the model is called
+        with pytest.raises(KeyError, match=r"layer must be one of the 1 that quantize; got 'b', which are \['a'\]"):
+            s.of("b", "input")
         with pytest.raises(ValueError, match="statistics must hold records to be drawn"):
             s.plot("picture.png")
         with s, pytest.raises(RuntimeError, match="cannot be entered again"):

@@ -1171,8 +1171,34 @@ class TestWhatIsLeft:
 
     def test_double_precision(self):
         assert "float64" in self.warned(nn.Linear(32, 32).double())[0]
-        with pytest.raises(ValueError, match="Supported dtypes"):
-            fuser.convert(nn.Linear(32, 32), MXFP8BlockScaling()).double()(inputs(32, 32).double())
+        model = fuser.convert(nn.Sequential(nn.Linear(32, 32), nn.ReLU()), MXFP8BlockScaling()).double()
+        for part in (model, model[0]):
+            with pytest.raises(
+                ValueError, match=r"the weight of '0' is of torch.float64\. .* fuser.convert\(model, None\)"
+            ):
+                part(inputs(32, 32).double())
+        assert fuser.convert(model, None)(inputs(32, 32).double()).dtype == torch.float64
+
+    @pytest.mark.parametrize(
+        ("build", "compiled"),
+        [
+            (lambda: nn.Linear(64, 64), False),
+            (lambda: nn.Linear(64, 64), True),
+            (feed_forward, False),
+            (lambda: feed_forward()[1:], False),
+        ],
+    )
+    def test_an_input_of_another_dtype_is_torchs_error(self, build, compiled):
+        model, x = build(), inputs(32, 64)
+        fuser.convert(model, MXFP8BlockScaling())
+        called = torch.compile(model, backend="eager") if compiled else model
+        for dtype in (torch.bfloat16, torch.float16):
+            with pytest.raises(RuntimeError, match=f"must have the dtype of the weight.*, torch.float32.* got {dtype}"):
+                called(x.to(dtype))
+            with pytest.raises(RuntimeError):
+                fuser.convert(copy.deepcopy(model), None)(x.to(dtype))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert called(x.to(torch.float16)).dtype == torch.bfloat16
 
     @pytest.mark.parametrize(
         ("rule", "named"),

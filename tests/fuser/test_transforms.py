@@ -83,7 +83,12 @@ def under_recipe(x):
     ("reason", "function"),
     [
         ("can't transform BasicLinear: .* only activations", ops.Linear(64, 64)),
-        ("without extra inputs, outside of fuser.autocast", under_recipe),
+        ("can't transform operations that quantize: those in a fuser.autocast", under_recipe),
+        (
+            r"can't transform operations that quantize: .*; fuser.convert\(model, None\) makes these torch's again",
+            fuser.convert(torch.nn.Linear(64, 64), recipe.MXFP8BlockScaling()),
+        ),
+        ("without extra inputs and keyword arguments", lambda x: ops.Sequential(ops.AddExtraInput())(x, x)),
         ("can't transform GELU with cache_quantized_input", ops.GELU(cache_quantized_input=True)),
         (
             "can't transform activation_quantize",

@@ -1167,6 +1167,21 @@ def test_an_error_does_not_repeat_a_long_header(run, tmp_path):
     assert err.startswith(f"refops: error: FILE must be a readable .npy file; got {str(path)!r}")
 
 
+@pytest.mark.parametrize("suffix", [".npz", ".pt"])
+@pytest.mark.parametrize("share", [0.01, 0.5, 0.99])
+def test_an_archive_that_was_cut_off(run, tmp_path, suffix, share):
+    path = tmp_path / f"cut{suffix}"
+    if suffix == ".npz":
+        np.savez(path, x=MATRIX)
+    else:
+        torch = pytest.importorskip("torch")
+        torch.save({"x": torch.from_numpy(MATRIX)}, path)
+    data = path.read_bytes()
+    path.write_bytes(data[: int(share * len(data))])
+    code, _, err = run("inspect", path)
+    assert code == 2 and err.endswith(f"must be a readable {suffix} file; got {str(path)!r}: it ends early\n")
+
+
 def test_a_signalling_nan_is_no_warning(run, tmp_path):
     """Other programs write them; arithmetic on one raises a floating-point flag, which NumPy would warn of."""
     x = MATRIX.copy()
