@@ -54,6 +54,7 @@ class QuantizationRecord:
         measurement: SQNR, shares flushed to zero and saturated, bits of an element; its `scaling` is the format's
             title. Of the rowwise copy, or the columnwise one where no other was made. A tensor that is all zero has
             no SQNR. Zeros that `pad` appended do not count.
+        non_finite: how many elements are NaN or infinite, which neither `amax` nor `measurement` counts.
     """
 
     step: int
@@ -62,6 +63,7 @@ class QuantizationRecord:
     shape: tuple[int, ...]
     amax: float
     measurement: Measurement
+    non_finite: int = 0
 
     @property
     def name(self) -> str:
@@ -139,8 +141,7 @@ class Statistics:
         rows = None if tensor.startswith("weight") else rows_before_padding.get()
         measured = _measured(x, quantized, rows)
         if measured is not None:
-            shape, amax, measurement = measured
-            self.records.append(QuantizationRecord(self.step, layer, tensor, shape, amax, measurement))
+            self.records.append(QuantizationRecord(self.step, layer, tensor, *measured))
         elif x.numel():
             self._note_unmeasured(layer, tensor)
 
@@ -203,7 +204,8 @@ class Statistics:
                 significant(max(record.amax for record in records)),
                 *worst_cells(records),
             )
-        return text_of(table, *no_record_of(self.unmeasured), *nothing_quantized_of(self.idle))
+        lines = [*not_finite_in(self.records), *no_record_of(self.unmeasured), *nothing_quantized_of(self.idle)]
+        return text_of(table, *lines)
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw SQNR, flushed and saturated shares of each tensor over the steps. The suffix gives the format.
@@ -317,8 +319,8 @@ def quantizers_of(model: torch.nn.Module) -> Iterator[tuple[Quantizer, str, str]
 
 def _measured(
     x: torch.Tensor, quantized: Any, rows: int | None = None
-) -> tuple[tuple[int, ...], float, Measurement] | None:
-    """Shape, amax and measurement of the first `rows`, behind which there are zeros alone; None: of all.
+) -> tuple[tuple[int, ...], float, Measurement, int] | None:
+    """Shape, amax, measurement and how many are not finite, of the first `rows`; behind them are zeros. None: of all.
 
     None for a tensor without elements, of another dtype or of a format of its own.
     """
@@ -339,7 +341,8 @@ def _measured(
     if measurement.saturated and finite.numel():  # a share of the zeros, too
         measurement = replace(measurement, saturated=measurement.saturated * (1 + appended / finite.numel()))
     amax = finite.abs().max().item() if finite.numel() else 0.0
-    return tuple(own.shape), amax, measurement if amax else replace(measurement, sqnr_db=None)
+    measurement = measurement if amax else replace(measurement, sqnr_db=None)
+    return tuple(own.shape), amax, measurement, own.numel() - finite.numel()
 
 
 #: The columns of a table that `worst_cells` fills.
@@ -386,6 +389,18 @@ def worst(records: Sequence[QuantizationRecord]) -> Measurement:
 def name_of(layer: str, tensor: str) -> str:
     """What tables call a tensor of a layer; the model itself has no name."""
     return f"{layer} {tensor}".strip()
+
+
+def not_finite_in(records: Sequence[QuantizationRecord], where: str = "") -> list[str]:
+    """A line that says how many tensors held NaN or inf, if any did."""
+    names = list(dict.fromkeys(record.name for record in records if record.non_finite))
+    if not names:
+        return []
+    every = len({record.name for record in records})
+    return [
+        f"{len(names)} of {every} quantized tensors{where} held NaN or inf, {names[0]} first. "
+        "Their SQNR and shares are those of the other elements."
+    ]
 
 
 def no_record_of(unmeasured: Sequence[str], where: str = "") -> list[str]:

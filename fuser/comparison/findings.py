@@ -17,6 +17,7 @@ from fuser.recording import (
     QuantizationRecord,
     grouped,
     no_record_of,
+    not_finite_in,
     nothing_quantized_of,
     sqnr_cell,
     text_of,
@@ -228,6 +229,8 @@ class Comparison:
         if tensors:
             cells = {tensor: [sqnr_cell(records) for records in found] for tensor, found in tensors.items()}
             parts += ["SQNR of each quantized tensor, dB:", "", *_tables("tensor", names, cells)]
+        for found in self.recipes:
+            parts += not_finite_in(found.records, f" under {found.recipe}")
         for found in self.recipes:
             parts += no_record_of(found.unmeasured, f" under {found.recipe}")
         for idle, where in self._alike(lambda found: found.idle):

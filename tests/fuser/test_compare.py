@@ -894,7 +894,7 @@ class TestStatistics:
     def test_tensors_that_are_cast_or_of_a_format_of_their_own(self):
         x = inputs(32, 64)
         cast = fuser.IdentityQuantizer(dtype=torch.bfloat16)(x)
-        shape, amax, measurement = recording._measured(x, cast)
+        shape, amax, measurement, _ = recording._measured(x, cast)
         assert (shape, amax, measurement.scaling) == ((32, 64), x.abs().max().item(), "none")
         error = (x.bfloat16().double() - x).square().sum() / x.double().square().sum()
         assert measurement.sqnr_db == pytest.approx(-10 * math.log10(error))
@@ -934,6 +934,25 @@ class TestStatistics:
             model(torch.full((32, 64), math.nan))
             model(torch.zeros(32, 64))
         assert [record.all_zero for record in s.of("", "input")] == [False, True]
+
+    def test_tensors_with_nan_are_counted(self):
+        model, x = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64)), inputs(20, 64)
+        x[3, 5], x[3, 6], x[4, 0] = math.nan, math.inf, -math.inf
+        found = compared(model, x, [MXFP8BlockScaling(), DelayedScaling()])
+        held = {record.name: record.non_finite for record in found["MXFP8BlockScaling"].records}
+        assert held["0 input"] == 3 and held["2 input"] == 2 * 64 and held["0 weight"] == held["2 weight"] == 0
+        count = sum(map(bool, held.values()))
+        text = " ".join(str(found).split())
+        assert f"{count} of 6 quantized tensors under MXFP8BlockScaling held NaN or inf, 0 input first." in text
+        assert "quantized tensors under DelayedScaling held NaN or inf, 0 input first." in text
+        fuser.convert(model, MXFP8BlockScaling(), pad=True)
+        with fuser.statistics(model) as s:
+            model(x)
+        assert "2 of 4 quantized tensors held NaN or inf, 0 input first." in str(s)
+        assert s.rows()[0]["non_finite"] == 3
+        with fuser.statistics(model) as s:
+            model(inputs(20, 64))
+        assert "NaN" not in str(s)
 
     def test_hybrid_quantizers_and_groups(self):
         def qfactory(role):
