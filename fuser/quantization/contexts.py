@@ -30,7 +30,8 @@ __all__ = [
 
 
 class autocast:  # noqa: N801 (TE's name)
-    """Quantize the work of the operations that are called in this context.
+    """Quantize the work of the operations that are called in this context: those of `fuser.ops`, and modules of torch
+    that `fuser.convert` converted. Other modules of torch, and torch's functions, compute as they do without it.
 
     The innermost context decides, also to switch quantization off. Leaving the outermost one updates the scales of
     delayed scaling, unless it was disabled or gradients are not recorded. An instance can be entered again once it was
