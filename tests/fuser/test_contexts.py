@@ -37,6 +37,14 @@ def registered(recipe, mode="forward"):
     return state
 
 
+def test_modules_of_torch_that_were_not_converted_compute_as_without_it():
+    x, model = torch.randn(32, 64), torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
+    y = model(x)
+    with q.autocast(recipe=MXFP8BlockScaling()):
+        assert torch.equal(model(x), y)
+        assert not torch.equal(fuser.convert(model, NVFP4BlockScaling())(x), y)
+
+
 def test_enter_sets_and_exit_restores():
     recipe, group = MXFP8BlockScaling(), object()
     assert not Manager.is_fp8_enabled()

@@ -115,6 +115,30 @@ class TestWarning:
             compiled(inputs())
 
 
+class TestJumps:
+    """What the guide says of gradients whose size changes from one step to the next."""
+
+    def shares(self, sizes, **options):
+        """For each layer, the last first: what was saturated, and what flushed, of its gradient in each step."""
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+        fuser.convert(model, DelayedScaling(**options))
+        with fuser.statistics(model) as s:
+            for size in sizes:
+                (model(inputs()) * size).sum().backward()
+        found = [[record.measurement for record in s.of(layer, "grad_output")] for layer in "20"]
+        return [[(one.saturated, one.flushed) for one in of_layer] for of_layer in found]
+
+    def test_growth_saturates_one_more_layer_with_each_step(self):
+        last, first = self.shares([1, 1, 1, 1e6, 1e6, 1e6])
+        assert [saturated > 0.4 for saturated, _ in last] == [False, False, False, True, False, False]
+        assert [saturated > 0.4 for saturated, _ in first] == [False, False, False, False, True, False]
+
+    def test_what_shrinks_is_flushed_for_as_long_as_the_history(self):
+        _, first = self.shares([1, 1, 1, *[1e-9] * 6], amax_history_len=4)
+        assert [flushed > 0 for _, flushed in first] == [False] * 3 + [True] * 4 + [False] * 2
+
+
 class TestSavingAndLoading:
     def trained(self):
         model = fuser.convert(small_weights(), DelayedScaling())
