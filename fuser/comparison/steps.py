@@ -122,6 +122,8 @@ def run_step(model: torch.nn.Module, rule: Rule, batch: Any, loss: Any) -> Outco
         found = _run_once(model, rule, batch, loss, devices)
         states = [s for forward in (True, False) for s in FP8GlobalStateManager.registered_states(forward)]
         found.warmed_up = not states
+        for state in states:
+            state.warned_of_jump = True  # steps that are run again
         for _ in range(len(states) + 2):
             if found.warmed_up:
                 break

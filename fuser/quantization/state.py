@@ -11,6 +11,7 @@ or process group changes is updated by its present one.
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import os
 import threading
@@ -55,6 +56,9 @@ __all__ = [
     "RecipeState",
 ]
 
+#: A gradient's amax that is as many times what its delayed scale makes the format's largest number says that most of it
+#: saturated, unless a few of its elements are as much larger than all others.
+MOST_ABOVE_RANGE = 256
 _INPUT_LIKE = ("input", "weight", "output")
 _GRADIENTS = ("grad_output", "grad_input")
 
@@ -217,6 +221,8 @@ class DelayedScalingRecipeState(RecipeState):
     """
 
     _serial: int  # in the registry; unset until it is put there
+    #: Whether it has warned of a gradient that its scale did not fit, or must not.
+    warned_of_jump = False
 
     def __init__(self, recipe, *, mode, num_quantizers=1, device=None, roles=None):
         super().__init__(recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles)
@@ -282,8 +288,38 @@ class DelayedScalingRecipeState(RecipeState):
         """Whether no update has set a scale. Row 0 does not count: a pass without gradients may have filled it."""
         return bool((self.scale == 1).all()) and not self.amax_history[1:].any()
 
+    def _warn_of_jump(self) -> None:
+        """Warn once if the scales of gradients, not the first ones, were far from what this step's amaxes want.
+
+        On the CPU alone: elsewhere one would wait for the amaxes.
+        """
+        if self.mode != "backward" or self.warned_of_jump or self.scale.device.type != "cpu":
+            return
+        fmt = self.dtype.format
+        largest = (self.amax_history[0] * self.scale).tolist()
+        for slot, value in enumerate(largest):
+            if MOST_ABOVE_RANGE * float(fmt.max) <= value < math.inf:
+                what = f"{value / float(fmt.max):.0f} times the largest number of its format: most of it saturated"
+            elif 0 < value < float(fmt.smallest_subnormal) / 2:
+                what = "below the smallest number of its format: all of it became zero"
+            else:
+                continue
+            if self.has_first_scales():
+                return
+            self.warned_of_jump = True
+            role = self.roles[slot] if self.roles else None
+            warnings.warn(
+                f"{role.name if role and role.name else 'delayed scaling'}: the gradient of an output has changed so "
+                f"much since the steps before that its largest element, times the delayed scale, is {what}. The next "
+                "steps have scales of this one; one layer adapts after the other",
+                UserWarning,
+                stacklevel=2,
+            )
+            return
+
     def update_scales(self) -> None:
         """Take the amaxes of row 0 into the history and compute the next scales, in place."""
+        self._warn_of_jump()
         recipe = self.recipe
         fmt, custom = self.dtype.format, recipe.scaling_factor_compute_algo
         algorithm = recipe.amax_compute_algo

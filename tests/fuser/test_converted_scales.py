@@ -130,9 +130,20 @@ class TestJumps:
         return [[(one.saturated, one.flushed) for one in of_layer] for of_layer in found]
 
     def test_growth_saturates_one_more_layer_with_each_step(self):
-        last, first = self.shares([1, 1, 1, 1e6, 1e6, 1e6])
+        with pytest.warns(UserWarning, match="the gradient of an output has changed") as caught:
+            last, first = self.shares([1, 1, 1, 1e6, 1e6, 1e6])
+        assert [str(one.message)[:2] for one in caught] == ["2:", "0:"]  # once each
+        assert "is 1000000 times the largest number of its format: most of it saturated" in str(caught[0].message)
         assert [saturated > 0.4 for saturated, _ in last] == [False, False, False, True, False, False]
         assert [saturated > 0.4 for saturated, _ in first] == [False, False, False, False, True, False]
+
+    def test_what_vanishes_is_said(self):
+        with pytest.warns(UserWarning, match="^2: .* below the smallest number of its format: all of it became zero"):
+            self.shares([1, 1, 1, 1e-12])
+
+    def test_the_first_steps_are_no_jump(self):
+        self.shares([1e-9, 1e-9, 1e-9, 1e-7])
+        self.shares([1e7, 1e7, 1e7, 2e8])
 
     def test_what_shrinks_is_flushed_for_as_long_as_the_history(self):
         _, first = self.shares([1, 1, 1, *[1e-9] * 6], amax_history_len=4)
