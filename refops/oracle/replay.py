@@ -59,6 +59,7 @@ class Setting:
     Attributes:
         case: the `Case`.
         outputs, reference: output name -> whole array, as dumped and as the reference writes it.
+        wrong: output name -> bool array, entries that are wrong; {} where they are not known.
         shape: (M, K) of the result.
         probing: amaxes of a changed formula may be taken from the dump (confirmed later from the whole tensor).
         whole_halo: replays that need the blocks beside a region compute all of its rows and columns.
@@ -66,8 +67,9 @@ class Setting:
         scale_values: what the dump holds most often among its wrong scales.
     """
 
-    def __init__(self, case, outputs, reference):
+    def __init__(self, case, outputs, reference, wrong=None):
         self.case, self.outputs, self.reference = case, outputs, reference
+        self.wrong = {} if wrong is None else wrong
         self.probing, self.whole_halo, self.probe, self.scale_values = False, True, None, []
         self.work = 0
         self.cache = {}
@@ -78,6 +80,16 @@ class Setting:
         if case.operation.kind not in ("update_delayed_scale", "dequantize"):
             self.matrices = {n: Matrix(t) for n, t in case.inputs.items() if n != "row_scales"}
         self.bound = case.bound
+
+    def faulty(self, name):
+        """bool array: entries of an output in which a fault shows: the wrong ones, if any, else all other bits.
+
+        What differs beside wrong entries is what the freedom of exp and tanh allows. Entries that follow from a wrong
+        amax or scale are right under it, and only differ.
+        """
+        differs = self.outputs[name] != self.reference[name]
+        wrong = self.wrong.get(name)
+        return differs if wrong is None or not wrong.any() else differs & wrong
 
     def replay(self):
         """A new replay with no rule exchanged."""

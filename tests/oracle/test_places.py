@@ -332,11 +332,17 @@ def test_bytes_that_are_no_codes_may_be_unwritten(filler):
     assert answer.names == ("not-written",) and str(answer.place) == "the rowwise copy, rows 64..95"
 
 
-def test_computed_nan_was_written():
+def test_nan_may_have_been_computed():
+    """It is what tests fill memory with, and what overflow and other NaN make: the sentence says either."""
     x = normal().astype(F)
     y = refops.activation("gelu", x)
     y[32:64] = np.nan
-    assert all("not-written" not in e.names for e in oracle.check("gelu", x, y).diagnosis)
+    answer = first(x, y, None, "gelu")
+    assert answer.names == ("not-written",) and str(answer.place) == "rows 32..63"
+    assert "or all of them overflowed or met a NaN" in answer.sentence
+    scattered = refops.activation("gelu", x)
+    scattered[np.abs(x) > 1] = np.nan
+    assert all("not-written" not in e.names for e in oracle.check("gelu", x, scattered).diagnosis)
 
 
 def test_a_law_says_nothing_of_lines_without_a_source():
@@ -439,3 +445,87 @@ def test_what_each_copy_does_is_said_of_that_copy():
         "The rowwise codes are in the wrong columns: each 16 columns are dealt out by 2; "
         "the columnwise codes are in the wrong rows: each 16 rows are dealt out by 2."
     )
+
+
+# --- kernels whose exp rounds another way -----------------------------------------------------------------------------
+
+
+def silu_of_other_bits(x):
+    """silu by NumPy's exp: right, with other bits than the reference's in many places."""
+    y = (x / (F(1) + np.exp(-x))).astype(F)
+    assert oracle.check("silu", x, y).ok and (y != refops.activation("silu", x)).mean() > 0.1
+    return y
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "place"),
+    [
+        (lambda y: np.concatenate([y[:192], y[:64]]), "shifted-rows", "rows 192..255"),
+        (lambda y: y[::-1], "reversed-rows", ""),
+        (lambda y: y[np.arange(256) ^ 32], "swapped-rows", ""),
+        (lambda y: np.concatenate([y[:100], 2 * y[100:]]), "constant-factor", "rows 100..255"),
+        (lambda y: np.concatenate([y[:192], np.full_like(y[192:], np.nan)]), "not-written", "rows 192..255"),
+    ],
+)
+def test_values_of_other_bits_stand_elsewhere(fault, name, place):
+    x = np.random.default_rng(1).standard_normal((256, 256), F)
+    answer = first(x, fault(silu_of_other_bits(x)), None, "silu")
+    assert answer.names == (name,) and str(answer.place or "") == place and answer.explained > 0.999
+
+
+def dgelu_of_other_bits(dy, x):
+    """The gradient of gelu with NumPy's tanh, its terms in another order than the reference's."""
+    dy, x = dy.astype(F), x.astype(F)
+    t = np.tanh(F(0.79788456) * x * (1 + F(0.044715) * x * x))
+    slope = F(0.5) * x * ((1 - t * t) * (F(0.79788456) + F(0.1070322243) * x * x)) + F(0.5) * (1 + t)
+    return (slope * dy).astype(F)
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "place"),
+    [
+        (lambda c: np.where(np.arange(300)[:, None] < 256, c, 0), "not-written", "rows 256..299"),
+        (lambda c: np.where(np.arange(300)[:, None] % 8 > 0, c, 0), "not-written", "row 0 of every 8"),
+        (lambda c: np.concatenate([c[:256], c[:44]]), "shifted-rows", "rows 256..299"),
+    ],
+)
+def test_codes_of_which_a_few_are_other_accepted_ones_stand_elsewhere(fault, name, place):
+    """A result that becomes zero may have either sign: a right zero is no sign that zero was there before."""
+    rng = np.random.default_rng(5)
+    x = (rng.standard_normal((300, 200)) * 1.5).astype(F).astype(BF16)
+    dy = (rng.standard_normal((300, 200)) * 0.2).astype(F).astype(BF16)
+    scaling = refops.DelayedScaling(E4M3, scale=100.3)
+    codes = refops.quantize(dgelu_of_other_bits(dy, x), scaling).rowwise_data
+    own = refops.activation_grad_quantize("gelu", dy, x, scaling).rowwise_data
+    assert ((codes == 0) & (own == 0x80)).any()
+    assert oracle.check("dgelu", {"dy": dy, "x": x}, {"data": codes}, scaling=scaling).ok
+    answer = first({"dy": dy, "x": x}, {"data": fault(codes).astype(np.uint8)}, scaling, "dgelu")
+    assert answer.names == (name,) and str(answer.place) == place
+
+
+@pytest.mark.parametrize("held", [0x7F, 0x80, 0x01, 0x7E])
+def test_any_number_that_stands_for_results_of_either_sign_was_not_computed(held):
+    x, outputs = quantized(MXFP8)
+    outputs["rowwise_data"][192:] = held
+    answer = first(x, outputs, MXFP8)
+    assert answer.names == ("not-written",) and "rows 192..223" in str(answer.place) and f"0x{held:02x}" in str(answer)
+
+
+def test_a_saturated_result_was_computed():
+    """Results of one sign, in a place, that a scale too large makes the largest number."""
+    x = np.abs(normal()) + BF16.type(1)
+    scaling = refops.DelayedScaling(E4M3, scale=8)
+    codes = refops.quantize(x, scaling).rowwise_data
+    codes[128:] = refops.quantize(x, refops.DelayedScaling(E4M3, scale=2.0**20)).rowwise_data[128:]
+    assert (codes[128:] == 0x7E).all()
+    report = oracle.check("quantize", x, {"data": codes}, scaling=scaling)
+    assert not report.ok and all(answer.names != ("not-written",) for answer in report.diagnosis)
+
+
+@pytest.mark.parametrize("size", [64, 96, 128, 224])
+@pytest.mark.parametrize("by", [1, 2])
+def test_lines_that_are_exchanged_in_pairs(size, by):
+    """The lines whose source is sought must not be the even ones alone, of which another law holds."""
+    x, outputs = quantized(MXFP8, (size, 160))
+    answer = first(x, {"data": outputs["rowwise_data"][np.arange(size) ^ by]}, MXFP8)
+    assert answer.names == ("swapped-rows",) and f"n ^ {by} " in answer.sentence

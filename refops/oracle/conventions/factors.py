@@ -92,7 +92,8 @@ def _ratio_of_first(replay, names, error, both_rounded):
     replay.require(names)
     wrong = [name for name in names if not np.array_equal(outputs[name], reference[name])]
     replay.require(wrong)
-    got, expected = outputs[wrong[0]], reference[wrong[0]]
+    faulty = replay.setting.faulty(wrong[0])
+    got, expected = outputs[wrong[0]][faulty], reference[wrong[0]][faulty]
     fmt = replay.layout.scale_format if wrong[0].endswith("_scale_inv") and got.dtype == np.uint8 else None
     if fmt is not None:
         got, expected = fmt.values[got], fmt.values[expected]

@@ -97,11 +97,13 @@ class Found:
         marks: where it shows, is absent and fails, entry by entry.
         said: (name, sentence about {what}) of each thing that is said of it; none where it is right as it is.
         lines: `Lines` of the tensor that a law speaks of, by axis.
+        is_sure: whether nothing else can have made what is said to be not written.
     """
 
     marks: tuple
     said: list
     lines: dict
+    is_sure: bool = True
 
 
 def moved_in(placing, names):
@@ -117,6 +119,7 @@ def moved_in(placing, names):
             marks.count(name, wrong if held else 0, wrong)
             continue
         if name not in placing.displaced:
+            cells = cells._replace(got=np.where(placing.accepted(name, cells, region), cells.reference, cells.got))
             placing.displaced[name] = _found(name, cells, placing.follows(name, region), placing.shape)
         found = placing.displaced[name]
         marks.add(name, cells, region, found.marks)
@@ -148,12 +151,12 @@ def _found(name, cells, follows, shape):
     if constant is not None:
         held = constant.held_by(cells.got)
         found.said.append(unwritten(constant))
+        found.is_sure = not constant.may_be_computed
         found.marks = (differs & held, ~held, due & differs & ~held)
         differs = differs & ~held
         if np.count_nonzero(differs) <= (1 - ENOUGH) * np.count_nonzero(cells.wrong):
             return found
-    matrices = cells.got, cells.reference, differs
-    law = moved.find_law(*matrices) or moved.find_tile_law(*matrices)
+    law = moved.find_any_law(cells.got, cells.reference, differs)
     if law is None:
         return Found((nothing, nothing, due & elements.differ(cells)), [], {})
     shown, absent, missed = Part(cells.got, due, cells.reference, cells.fmt).marks(law.apply(cells.reference))
@@ -169,10 +172,12 @@ def _found(name, cells, follows, shape):
 
 def unwritten(constant):
     """(name, sentence about {what}) for entries that hold what was there before."""
-    if not constant.is_finite:
+    if constant.may_be_computed:
         how = "they were not written, or all of them overflowed or met a NaN"
         return NOT_WRITTEN, f"{{what}} hold {constant.number}: {how}"
-    return NOT_WRITTEN, f"{{what}} hold {constant.words}, which was there before: they were not written"
+    if constant.is_left_over:
+        return NOT_WRITTEN, f"{{what}} hold {constant.words}, which was there before: they were not written"
+    return NOT_WRITTEN, f"{{what}} hold {constant.words}, whatever belongs there: they were not written"
 
 
 def _lines_of(law, edge, shape):

@@ -12,6 +12,7 @@ import numpy as np
 
 from refops.oracle.tally import bits_of
 
+F = np.float32
 #: Wrong lines whose source is sought, entries of each that are compared first, and the share that must have one.
 SAMPLED, COMPARED, FOUND = 48, 64, 0.9
 #: What laws of lines are called.
@@ -26,11 +27,18 @@ MOST_SOURCES = 512
 MOST_LAWS = 64
 #: Entries of a line of which one may differ from its source: an exp that rounds another way.
 STRAY = 16
+#: Bits of a significand by which numbers are compared where their own bits lead to no law: a kernel whose exp rounds
+#: another way, or two orders of one sum, hardly ever differ in them.
+COARSE_BITS = 5
+#: The part of 1 by which a sampled position follows the one before: no period of a fault meets these positions alone.
+GOLDEN = (5**0.5 - 1) / 2
 #: Bytes that memory holds before it is written: what allocators, debuggers and the software GPU fill it with; of codes
 #: of four bits, half of one.
 FILLERS = {0x00, 0xFF, 0xCD, 0xCC, 0xDD, 0xAA, 0x55, 0xA5}
 #: Share of the wrong entries that a number must make up to be one that was not written.
 MANY = 0.3
+#: Share of the entries with one number that belong to the other sign, where no result of these inputs may be so.
+OTHER_SIGN = 0.1
 
 
 class Law(NamedTuple):
@@ -106,30 +114,45 @@ class Constant:
 
     Attributes:
         value: the number, as stored. words: its bits.
+        fmt: format of the codes, or None.
     """
 
     value: object
+    fmt: object = None
 
     @property
     def number(self):
-        """The value, in words."""
-        return "NaN" if np.isnan(self.value) else f"{float(self.value):g}"
+        """The value, in words; of a code its bits as well."""
+        number = float(_numbers(np.asarray(self.value), self.fmt))
+        text = "NaN" if np.isnan(number) else f"{number:g}"
+        return text if self.fmt is None else f"{self.words}, {text}"
 
     @property
-    def is_finite(self):
-        """Whether the number is neither NaN nor infinite; a code is a number."""
-        return self.value.dtype == np.uint8 or bool(np.isfinite(self.value.astype(np.float64)))
+    def may_be_computed(self):
+        """Whether overflow, or a NaN among the inputs, may have made it, besides what memory holds."""
+        return not (np.isfinite(_numbers(np.asarray(self.value), self.fmt)) or self.is_left_over)
 
     def held_by(self, got):
         """Where a matrix holds it; one NaN is as good as another, and one zero."""
         return _plain_bits(got) == _plain_bits(np.asarray(self.value))
 
-    def is_left_over(self, fmt):
+    @property
+    def is_left_over(self):
         """Whether allocators and tools fill unwritten memory with this."""
         held = set(np.asarray(self.value).reshape(1).view(np.uint8).tolist())
-        four_bits = fmt is not None and fmt.bits == 4
+        four_bits = self.fmt is not None and self.fmt.bits == 4
         fillers = {half for byte in FILLERS for half in (byte & 15, byte >> 4)} if four_bits else FILLERS
         return len(held) == 1 and held <= fillers
+
+    def is_no_result(self, expected):
+        """Whether it stands where numbers of the other sign belong, which neither saturation nor rounding makes.
+
+        Args:
+            expected: what belongs where it is held, as stored.
+        """
+        number, belongs = (_numbers(np.asarray(a), self.fmt) for a in (self.value, expected))
+        other = belongs > 0 if np.signbit(number) else belongs < 0
+        return np.count_nonzero(other) >= max(OTHER_SIGN * other.size, LEAST)
 
     @property
     def words(self):
@@ -138,22 +161,32 @@ class Constant:
         return f"0x{int(bits_of(value.reshape(1))[0]):0{2 * value.itemsize}x}"
 
 
-def find_constant(got, reference, differs, fmt, *, non_finite=False):
+def _numbers(stored, fmt):
+    """float64 values of numbers, or of codes of a format; codes of no format are numbers."""
+    return (stored if fmt is None else fmt.values.take(stored, mode="clip")).astype(np.float64)
+
+
+def find_constant(got, reference, differs, fmt):
     """The `Constant` that many entries of a matrix hold where it `differs` from the reference, or None.
+
+    It is one that memory holds by itself. Where nearly all of these entries hold it, it may also be NaN or an infinity,
+    with which tests fill what is to be written, or a number that stands for results of either sign.
 
     Args:
         got, reference, differs: matrices. fmt: format of their codes, or None.
-        non_finite: whether NaN and infinities count, with which tests fill what is to be written, or only bytes that
-            memory holds by itself.
     """
     count = int(np.count_nonzero(differs))
     if count < LEAST:
         return None
     most, times = _commonest(_plain_bits(got[differs]))
-    found = Constant(most.view(got.dtype))
+    found = Constant(most.view(got.dtype), fmt)
     if times < max(MANY * count, LEAST) or np.count_nonzero(found.held_by(reference)) > 0.5 * reference.size:
         return None
-    return found if found.is_left_over(fmt) or (non_finite and not found.is_finite) else None
+    if found.is_left_over:
+        return found
+    if times < FOUND * count:
+        return None
+    return found if found.may_be_computed or found.is_no_result(reference[differs & found.held_by(got)]) else None
 
 
 def _plain_bits(numbers):
@@ -190,6 +223,34 @@ def find_law(got, reference, differs):
             name, source, words = law
             return Law(name, axis, source, words)
     return None
+
+
+def find_any_law(got, reference, differs):
+    """The `Law` or `TileLaw` that leads from a matrix of the reference to the one that was written, or None.
+
+    Numbers are compared by their bits, and where that leads to none by the first few of them.
+
+    Args:
+        got, reference, differs: as of `find_law`.
+    """
+    law = find_law(got, reference, differs) or find_tile_law(got, reference, differs)
+    if law is None and got.dtype != np.uint8:
+        numbers = coarse(got), coarse(reference), differs
+        law = find_law(*numbers) or find_tile_law(*numbers)
+    return law
+
+
+def coarse(values):
+    """float32 of few bits, which two ways of computing one number hardly ever tell apart."""
+    significand, exponent = np.frexp(values.astype(F))
+    return np.ldexp(np.rint(significand * F(1 << COARSE_BITS)), exponent - COARSE_BITS)
+
+
+def _spread(count, some):
+    """Positions below `count`, at most `some`, in ascending order: all, or such that lie in no regular steps."""
+    if count <= some:
+        return np.arange(count)
+    return np.unique((np.arange(some) * GOLDEN % 1 * count).astype(int))
 
 
 def find_tile_law(got, reference, differs):
@@ -229,7 +290,7 @@ def _law_of_vector(got, reference, differs):
     line, known, wrong = got.reshape(-1), reference.reshape(-1), np.flatnonzero(differs)
     noise = 0.0 if got.dtype == np.uint8 else 2.0**-7 if got.itemsize == 2 else 2.0**-14
     line, known, sources = line.astype(np.float64), known.astype(np.float64), {}
-    for number in wrong[np.unique(np.linspace(0, len(wrong) - 1, SAMPLED).astype(int))]:
+    for number in wrong[_spread(len(wrong), SAMPLED)]:
         alike = np.flatnonzero(np.abs(known - line[number]) <= noise * np.abs(line[number]))
         alike = alike[alike != number]
         if len(alike) <= len(line) // 8:
@@ -246,7 +307,7 @@ def _sources(got, reference, differs):
     wrong = np.flatnonzero(differs.any(axis=1))
     if not len(wrong) or got.shape[1] < LEAST:
         return {}
-    chosen = wrong[np.unique(np.linspace(0, len(wrong) - 1, SAMPLED).astype(int))]
+    chosen = wrong[_spread(len(wrong), SAMPLED)]
     found, without = {}, 0
     for line in chosen:
         sources = _sources_of(got[line], reference, differs[line], line)
@@ -270,7 +331,7 @@ def _sources_of(line, reference, differs, number):
         if len(part) < LEAST or len(np.unique(part)) < 2:
             continue
         told = []
-        some = first + np.unique(np.linspace(0, len(part) - 1, COMPARED).astype(int))
+        some = first + _spread(len(part), COMPARED)
         alike = np.flatnonzero(np.count_nonzero(reference[:, some] != line[some], axis=1) <= len(some) // STRAY)
         strays = np.count_nonzero(reference[alike, first:end] != part, axis=1)
         alike = alike[(strays <= len(part) // STRAY) & (alike != number)]

@@ -64,7 +64,8 @@ class Placing:
         placed = [self._in_place(result, names) for result in promising if not self.search.budget.is_spent()]
         moved = None if self.search.budget.is_spent() else moved_in(self, names)
         found = [answer for answer in (*placed, moved) if answer is not None]
-        found.sort(key=_simplest_first)
+        sure = all(self.displaced[name].is_sure for name in names if name in self.displaced)
+        found.sort(key=lambda answer: _simplest_first(answer, NOT_WRITTEN if sure else None))
         best: dict = {}
         for answer in found:
             best.setdefault(answer.names, answer)
@@ -196,7 +197,9 @@ class Placing:
                     few=name not in VALUES,
                     follows=self.follows(name, region),
                 )
-                marks.add(name, cells, region, part.marks(turned, again))
+                shown, absent, missed = part.marks(turned, again)
+                shown &= ~self.accepted(name, cells, region)
+                marks.add(name, cells, region, (shown, absent, missed))
         if not search.probes.complete:
             marks.shown |= self._elsewhere(names)
         return marks
@@ -229,6 +232,20 @@ class Placing:
         """bool (R, C): codes that lie under another scale than the reference's; None where none do."""
         return elements.other_scales(self.case, name, region, self.search.outputs, self.search.reference)
 
+    def accepted(self, name, cells, region):
+        """bool, as `cells`: right codes of other bits than the reference's, though all that they follow from is right.
+
+        The freedom of exp and tanh made them. They are no sign of a fault, whatever other rule has the same.
+        """
+        if not name.endswith("_data"):
+            return np.zeros(cells.got.shape, bool)
+        follows, amax = self.follows(name, region), f"amax_{_owner_of(name)}"
+        found = ~cells.wrong & elements.differ(cells)
+        search = self.search
+        if amax in search.outputs and not np.array_equal(search.outputs[amax], search.reference[amax]):
+            return np.zeros(found.shape, bool)
+        return found if follows is None else found & ~follows
+
     def copies(self, names):
         """Some outputs, if the dump has others as well; () if it has not."""
         return tuple(names) if set(names) != set(self.search.outputs) else ()
@@ -243,11 +260,12 @@ class Placing:
         return Explanation(names, sentence, marks.explained, clean, sampled=not complete, place=said)
 
 
-def _simplest_first(answer):
-    """Sort key of answers, best first: of two that explain as much, one fault before two, the lesser place."""
+def _simplest_first(answer, preferred):
+    """Sort key of answers, best first: of two that explain as much, the one with the `preferred` name, or none such
+    with None; then one fault before two, the lesser place."""
     sides = () if answer.place is None else (answer.place.rows, answer.place.columns)
     named = sum(side is not None and not side.is_all for side in sides)
-    return not answer.exact, -round(answer.explained, 2), answer.names != (NOT_WRITTEN,), len(answer.names), named
+    return not answer.exact, -round(answer.explained, 2), answer.names != (preferred,), len(answer.names), named
 
 
 def _overlap(one, other):

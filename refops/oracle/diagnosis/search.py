@@ -57,7 +57,7 @@ class Search:
         self.outputs = {n: np.asarray(a) for n, a in outputs.items() if n in reference}
         self.reference = {n: np.asarray(reference[n]) for n in reference}
         self.wrong = {n: np.asarray(wrong[n]) for n in self.outputs}
-        self.setting = Setting(case, self.outputs, self.reference)
+        self.setting = Setting(case, self.outputs, self.reference, self.wrong)
         self.shape = self.setting.shape
         self.formats = {n: self._format(n) for n in self.outputs}
         self.probes = Probes(case, self.shape, self.wrong)

@@ -4,7 +4,6 @@ What finds them in the outputs of other operations finds them here, too (`refops
 rows are those of a product whose operand a has other rows, so that the bounds of that product judge them.
 """
 
-import numpy as np
 
 from refops.oracle.conventions.registry import Convention
 from refops.oracle.diagnosis import moved
@@ -14,9 +13,6 @@ from refops.oracle.diagnosis.inference import LEAST_SHOWN
 from refops.oracle.geometry import whole
 from refops.oracle.report import Explanation
 
-F = np.float32
-#: Bits of a significand by which lines are compared: what differs less are two orders of the same sums.
-COARSE_BITS = 5
 #: Share of a line that the noise of sums may move by more than these bits.
 NOISE = 1 / 8
 #: The stage of results that stand in other rows or columns.
@@ -30,7 +26,7 @@ def not_written(y, right, wrong):
         y, right: the dump and the right results, (m, n).
         wrong: bool (m, n).
     """
-    constant = moved.find_constant(y, right, wrong, None, non_finite=True)
+    constant = moved.find_constant(y, right, wrong, None)
     if constant is None:
         return None
     held, marks = constant.held_by(y), Marks.none(y.shape)
@@ -46,7 +42,7 @@ def not_written(y, right, wrong):
 
 def displacements(y, right, wrong):
     """A `Convention` of each law that leads from the right results to those that were written; none or one."""
-    coarse = [_coarse(matrix) for matrix in (y, right)]
+    coarse = [moved.coarse(matrix) for matrix in (y, right)]
     law = moved.find_law(*coarse, wrong) or moved.find_law(*coarse, _beyond_noise(*coarse, wrong))
     if law is not None:
         yield _convention(law, lambda attempt: attempt.take(law.axis, law.source))
@@ -66,9 +62,3 @@ def _beyond_noise(y, right, wrong):
 def _convention(law, function, stage=ELSEWHERE):
     name, words = law.names((1, 1))
     return Convention(name, together({(name, words): ["y"]}, ["y"])[1], function, stage)
-
-
-def _coarse(values):
-    """float32 of few bits, which two orders of the same sums hardly ever tell apart."""
-    significand, exponent = np.frexp(values.astype(F))
-    return np.ldexp(np.rint(significand * F(1 << COARSE_BITS)), exponent - COARSE_BITS)
