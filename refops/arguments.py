@@ -28,12 +28,17 @@ CODE_DTYPES = frozenset(
 
 #: Characters of a value that an error message shows.
 MOST_SHOWN = 300
+#: Entries of a tuple or list that are shown one by one.
+MOST_ENTRIES = 8
 
 
 def shown(value: object) -> str:
-    """`value` as an error message shows it, on one short line: an array by dtype and shape, anything else by repr."""
+    """`value` as an error message shows it, on one short line: an array by dtype and shape, a tuple or list that holds
+    one by its entries, anything else by repr."""
     if isinstance(value, np.ndarray):
         return describe_array(value)
+    if isinstance(value, tuple | list) and any(isinstance(entry, np.ndarray) for entry in value):
+        return f"{type(value).__name__} of {', '.join(shown(entry) for entry in value[:MOST_ENTRIES])}"
     text = " ".join(repr(value).split())
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({type(value).__name__})"
 

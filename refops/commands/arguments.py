@@ -26,6 +26,9 @@ DTYPES = {
     "bfloat16": BFLOAT16,
     "uint8": np.dtype(np.uint8),
 }
+#: What else the names of dtypes are, as in Triton and PTX.
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
+SHORT_DTYPES |= {"half": "float16", "float": "float32"}
 VALUE_DTYPES = ("float32", "float16", "bfloat16")
 FILES = f"""\
 files: FILE[:TENSOR][@DTYPE[:SHAPE]]
@@ -247,7 +250,8 @@ def parse_file(text, argument):
     if words:
         path, dtype, shape = words.groups()
         if dtype not in DTYPES:
-            raise UsageError(f"{argument} must have one of {', '.join(DTYPES)} after @; got {text!r}")
+            hint = did_you_mean(SHORT_DTYPES.get(dtype, dtype), DTYPES)
+            raise UsageError(f"{argument} must have one of {', '.join(DTYPES)} after @; got {text!r}{hint}")
         dtype = DTYPES[dtype]
         if shape is not None:
             try:

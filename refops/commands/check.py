@@ -313,7 +313,8 @@ def _outputs_given(arguments, case):
     for argument, name, path in words:
         full = full_name(name, case.slots)
         if full not in case.slots:
-            hint = " (without --scaling)" if case.operation.takes_scaling and case.scaling is None else ""
+            unscaled = case.operation.takes_scaling and case.scaling is None
+            hint = " without a scaling (give --scaling, such as --scaling mxfp8)" if unscaled else ""
             outputs, similar = ", ".join(case.slots), name_hint(name, case.slots)
             raise UsageError(
                 f"{argument} is no output of {case.operation.name}{hint}{similar}: {outputs}; got {path!r}"

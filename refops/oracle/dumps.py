@@ -121,6 +121,8 @@ def fit(value, slot):
     packed = ", two FP4 codes per byte" if slot.packed == 2 else ""
     other = other_scales(slot, array.shape)
     as_other = other and f", the {'shape' if array.ndim > 1 else 'size'} of {other}"
+    if not as_other and array.ndim == 2 and _reshapes(array.shape[::-1], slot.shape):
+        as_other = f", which is transposed: give {slot.name}.T"
     raise ValueError(f"{slot.name} must have shape {slot.shape}{valid}{packed}; got {array.shape}{as_other}")
 
 

@@ -15,6 +15,8 @@ from refops.oracle.places import Place
 PICTURE_ROWS, PICTURE_COLUMNS = 8, 48
 #: The name of an explanation: entries hold what was there before; nothing explains them more simply.
 NOT_WRITTEN = "not-written"
+#: The note on outputs of no elements, which are right whatever the kernel does.
+NOTHING_CHECKED = "nothing was checked: the outputs have no elements"
 
 
 class MismatchError(AssertionError):

@@ -22,7 +22,7 @@ from refops.oracle.geometry import stored_index
 from refops.oracle.operation import JUDGED, MATMUL, Case, require_operation
 from refops.oracle.quantized_tensors import is_swizzled
 from refops.oracle.quantized_verdict import QuantizedJudge
-from refops.oracle.report import Explanation, Mismatch, Report
+from refops.oracle.report import NOTHING_CHECKED, Explanation, Mismatch, Report
 from refops.oracle.tally import MANY_WRONG, Tally, bits_of, distance_of
 from refops.quantization.result import DIRECTIONS, reorder_scales
 from refops.scalings import Scaling, named
@@ -300,6 +300,8 @@ class Judge:
             self._judge_enclosure()
         self._judge_padding()
         self._note_what_is_missing()
+        if not any(tally.entries for tally in self.tallies.values()):
+            self.notes.append(NOTHING_CHECKED)
 
     def report(self, explanations, diagnosed):
         """The `Report`."""

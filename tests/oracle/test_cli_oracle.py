@@ -344,6 +344,11 @@ BAD = [
     ((*MXFP8, "--data", "q.rowwise_data.bin@uint8:32x128"), ["--data must have shape (64, 64)", "(32, 128)"]),
     ((*MXFP8, "--data", "two.npz"), ["--data must name one of a, b after :", "'two.npz'"]),
     ((*MXFP8, "--amax", "x.bin"), ["--amax is no output of swiglu: rowwise_data", "'x.bin'"]),
+    (
+        ("check", "--op", "swiglu", "--input", "x32.npy", "--data", "q.bin"),
+        ["--data is no output of swiglu without a scaling (give --scaling, such as --scaling mxfp8)"],
+    ),
+    (("check", "--op", "silu", "--input", "x.bin@bf16:64x256"), ["(did you mean bfloat16?)"]),
     ((*MXFP8, "--output", "codez=q.bin"), ["--output codez is no output of swiglu (did you mean codes"]),
     ((*MXFP8, "--outputs", "slip.safetensors"), ["--outputs must hold arrays among", "'datta' (did you mean data"]),
     ((*DSWIGLU, "--input", "xx=x.npy", "--output", "dx=dx.bin"), ["--input must be NAME=FILE", "'xx=x.npy'"]),

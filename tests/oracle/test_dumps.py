@@ -95,3 +95,28 @@ def test_a_flat_array_has_a_size_in_common_not_a_shape():
         fit(np.zeros(128, np.uint8), slot)
     with pytest.raises(ValueError, match=r"got \(8, 16\), the shape of scales of blocks of 32x32$"):
         fit(np.zeros((8, 16), np.uint8), slot)
+
+
+def test_a_transposed_array_is_called_so():
+    x = np.zeros((64, 96), np.float32)
+    q = refops.quantize(x, MXFP8)
+    with pytest.raises(ValueError, match=r"got \(96, 64\), which is transposed: give rowwise_data.T"):
+        refops.oracle.check("quantize", x, {"data": q.rowwise_data.T}, scaling=MXFP8)
+
+
+def test_outputs_in_a_tuple_are_shown_by_shape():
+    x = np.zeros((64, 96), np.float32)
+    q = refops.quantize(x, MXFP8)
+    with pytest.raises(TypeError, match=r"or a Quantized; got tuple of .*uint8.*\(64, 96\), .*\(128, 4\)"):
+        refops.oracle.check("quantize", x, (q.rowwise_data, q.rowwise_scale_inv), scaling=MXFP8)
+
+
+def test_a_check_of_no_elements_says_that_nothing_was_checked():
+    said = "nothing was checked: the outputs have no elements"
+    x = np.zeros((0, 96), np.float32)
+    q = refops.quantize(x, MXFP8)
+    assert said in refops.oracle.check("quantize", x, {"data": q.rowwise_data}, scaling=MXFP8).notes
+    assert said in refops.oracle.check("silu", x, x).notes
+    assert said in refops.oracle.check("matmul", {"a": x, "b": np.ones((4, 96), np.float32)}, x[:, :4]).notes
+    full = np.ones((4, 96), np.float32)
+    assert said not in refops.oracle.check("relu", full, full).notes

@@ -10,7 +10,7 @@ from refops.oracle.entries import shown_entry, shown_range
 from refops.oracle.products.cards import has_short_sums, orders_of, short_orders_of
 from refops.oracle.products.case import ProductCase
 from refops.oracle.products.product import SHORT_BITS
-from refops.oracle.report import Mismatch, Report
+from refops.oracle.report import NOTHING_CHECKED, Mismatch, Report
 from refops.oracle.tally import Tally, bits_of, distance_of
 from refops.tiles import cut
 
@@ -26,6 +26,10 @@ WIDE = 2.0**-6
 #: How many times as large as in a card's order the errors of sums of few bits may be, in the root mean square over a
 #: row or a column, and how many of these there have to be before each is looked at by itself.
 UNUSUAL, LEAST_ENTRIES = 8, 16
+#: Low bits that are zero in every float32 result, at least, before the report says so.
+ZERO_BITS = 4
+#: Share of the squares of the errors that a common factor has to make, and the least such factor, less 1.
+OF_A_FACTOR, LEAST_FACTOR = 0.9, 2.0**-20
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,7 @@ class ProductJudge:
     def run(self):
         """Judge the dump."""
         if 0 in self.product.shape:
+            self.notes.append(NOTHING_CHECKED)
             return
         self._judge_bounds()
         if self.case.card is not None:
@@ -147,6 +152,8 @@ class ProductJudge:
             self._judge_usual()
         if self.bound != "bits":
             self._note_width()
+            if self.order in ("float32", "short"):
+                self._note_what_shows()
 
     def _tiles(self):
         rows, columns = (cut(size, TILE) for size in self.product.shape)
@@ -181,6 +188,39 @@ class ProductJudge:
                 f"sums of {self.product.k:,} terms: any order may be off by {100 * self.width:.2g} % of a typical "
                 f"result: smaller errors cannot be seen{refused}"
             )
+
+    def _note_what_shows(self):
+        """Notes on what is right by its bound, but unlike sums in float32."""
+        if self.order == "short":
+            self.notes.append(
+                f"outside the bound of float32 sums: {np.count_nonzero(self.doubted):,} of {self.y.size:,} values"
+            )
+        zero, own = _common_zero_bits(self.y), _common_zero_bits(self.nearest)
+        if zero >= max(ZERO_BITS, own + 1) and self.y.size >= LEAST_ENTRIES:
+            self.notes.append(
+                f"the last {zero} bits of every value are zero, which the bound permits: results seem to be rounded to "
+                f"{np.finfo(F).nmant + 1 - zero} bits (TF32 has 11, bfloat16 8)"
+            )
+        factor = self._common_factor()
+        if factor is not None:
+            self.notes.append(
+                f"nearly all that values are off by is a common factor, {factor:.7g} = 1 {'-+'[factor > 1]} "
+                f"2^{np.log2(abs(factor - 1)):.1f}, which the bound permits"
+            )
+
+    def _common_factor(self):
+        """The number that a sample of the results is the exact one times, if it makes nearly all of their errors."""
+        rows, columns = self._sample()
+        exact = self.product.exact(rows, columns)
+        off = self.y[rows][:, columns].astype(np.float64) - exact
+        usable = np.isfinite(off) & np.isfinite(exact)
+        exact, off = exact[usable], off[usable]
+        size, errors = float(exact @ exact), float(off @ off)
+        if off.size < LEAST_ENTRIES or not size or not errors:
+            return None
+        share = float(off @ exact) / size
+        common = share**2 * size >= OF_A_FACTOR * errors and abs(share) >= LEAST_FACTOR
+        return 1 + share if common else None
 
     def _is_short(self):
         """Whether the dump is within the bound of a unit of few bits, if there is one; then that bound judges it."""
@@ -369,6 +409,14 @@ class ProductJudge:
             yield f"y: bit for bit what these compute{some}, which sums='float32' refuses: {orders}"
         elif self.case.card is not None and not self.doubted.any():
             yield f"y: right for some order of float32 sums, but not the bits of {self.case.card}"
+
+
+def _common_zero_bits(values):
+    """How many low bits are zero in all of some float32 values; 0 for another dtype, or where all values are zero."""
+    if values.dtype != F:
+        return 0
+    held = int(np.bitwise_or.reduce(bits_of(values), axis=None))
+    return (held & -held).bit_length() - 1 if held else 0
 
 
 def _equal_bits(mine, values):
