@@ -172,7 +172,7 @@ def rounded_directed(replay, choice):
         "up": "up",
         "down": "down",
         "away": "away from zero",
-        "ties to zero": "to nearest with ties towards zero",
+        "ties to zero": "to nearest with ties towards zero (what a multiplier does that is one unit in the last place low)",
     }[choice]
     if choice in ("up", "down"):
         replay.rounding = choice

@@ -15,7 +15,7 @@ from refops.oracle.conventions.scales import (
     set_encode_scale,
     tensor_limit,
 )
-from refops.oracle.geometry import VALUES, Geometry
+from refops.oracle.geometry import VALUES, Geometry, Region
 from refops.quantization.layout import padded_blocks
 from refops.quantization.result import DIRECTIONS
 
@@ -206,6 +206,9 @@ def _codes_times(replay):
     scaled, codes = scaled_values(setting.replay(), direction, region)
     factor = float(common_factor(scaled, codes, replay.fmt))
     replay.require(abs(factor - 1) > 1e-5)
+    for end in (F(0), F(np.inf)):  # the last bit of a product decides ties: a factor is not needed
+        beside = np.copysign(np.nextafter(np.abs(scaled), end), scaled)
+        replay.require(not np.array_equal(encode_tile(beside, replay.fmt), codes))
     width = 2.0**-14  # as near as the codes of a probe tell
     factor = _say(replay, "What each element is multiplied by is", factor * (1 - width), factor * (1 + width))
     replay.wrap("multiply", lambda inner, values, multiplier: _times(inner(values, multiplier), factor))
@@ -300,6 +303,29 @@ def amax_slot_holds_scale(replay, choice):
         if amax.size:
             replay.facts["found"], replay.facts["own"] = float(held.flat[0]), float(amax.flat[0])
         return inner(held.astype(F), direction)
+
+    replay.wrap("stored_amax", stored_amax)
+
+
+@computing(
+    "amax-slot-of-other-copy",
+    "The slot of the {copy} amax holds that of the other copy, {found:.7g}, where its own is {own:.7g}.",
+    stage="stored-amax",
+    choices=DIRECTIONS,
+)
+def amax_slot_of_other_copy(replay, choice):
+    require_scaling(replay)
+    replay.require(replay.layout.amax == "tensor" and f"amax_{choice}" in replay.setting.outputs)
+    replay.require(replay.scaling.given is None)
+    [other] = [direction for direction in DIRECTIONS if direction != choice]
+    held = replay.setting.replay().tensor_amax(other, Region(slice(0, 0), slice(0, 0)))
+    replay.facts["copy"], replay.facts["found"] = choice, float(held.flat[0])
+
+    def stored_amax(inner, amax, direction):
+        if direction != choice:
+            return inner(amax, direction)
+        replay.facts["own"] = float(amax.flat[0])
+        return inner(held.reshape(amax.shape), direction)
 
     replay.wrap("stored_amax", stored_amax)
 

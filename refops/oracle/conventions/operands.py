@@ -32,6 +32,18 @@ def half_read_twice(replay, choice):
 
 
 @computing(
+    "function-missing",
+    "The halves are multiplied, act times gate: the activation function is not applied to act.",
+    stage="function",
+    alone=True,
+)
+def function_missing(replay):
+    require_gated(replay)
+    replay.value = lambda act: act
+    replay.derivative = np.ones_like
+
+
+@computing(
     "other-half-missing",
     "A half is not multiplied by the other one: {what}.",
     stage="product",

@@ -12,8 +12,8 @@ from refops.formats import E4M3, E8M0, FORMATS, encode_tile
 from refops.oracle.conventions import registry
 from refops.oracle.conventions.registry import computing
 from refops.oracle.geometry import TILE, Geometry, Region, crop, whole
-from refops.oracle.replay import SETTINGS, NotApplicable, power_of_two_below
-from refops.oracle.tally import bits_of
+from refops.oracle.replay import SETTINGS, NotApplicable, amax_is_near, power_of_two_below
+from refops.oracle.tally import bits_of, ordered
 from refops.quantization.layout import block_amax, padded_blocks
 from refops.quantization.result import DIRECTIONS
 from refops.scalings import NAMED
@@ -22,6 +22,9 @@ from refops.scalings.declaration import FLT_MAX, FP8_FORMATS, LARGEST_FINITE, Nu
 from refops.scalings.rules import E8M0_ROUNDINGS, E8M0Scaling
 
 F = np.float32
+F_TYPE = np.dtype(F)
+#: Units in the last place that an approximate reciprocal may be off: rcp.approx has one, fast division two.
+RECIPROCAL_ULP = 4
 
 
 def require_scaling(replay):
@@ -364,6 +367,8 @@ def stale_amax(replay, choice):
     replay.facts["found"] = float(found[first][0, 0])
     replay.facts["own"] = float(replay.tensor_amax(first, region)[0, 0])
     replay.require(np.isfinite(replay.facts["found"]) and replay.facts["found"] > 0)
+    ends = (np.array(replay.facts[which]) for which in ("found", "own"))
+    replay.require(choice == "dump" or not amax_is_near(*ends))  # an inexact reciprocal is no other amax
     replay.require(replay.facts["found"] != replay.facts["own"])
     for direction in DIRECTIONS:
         found.setdefault(direction, found[first])
@@ -574,7 +579,7 @@ def stale_scale(replay, choice):
         if abs(found / own - 1) < 1e-3:
             found = own
         replay.decode_scale = lambda scale: np.full_like(scale, F(1) / own)
-    replay.require(found != own)
+    replay.require(not amax_is_near(np.array(found), np.array(own)))  # an inexact reciprocal is no other scale
     replay.facts["what"] = (
         f"The data are multiplied by {float(found):.6g}, where the call's scale is {float(own):.6g}: that of another "
         f"step or tensor"
@@ -1540,6 +1545,29 @@ def scale_inverse_separate(replay, choice):
 
     replay.encode_scale = encode_scale
     replay.decode_scale = lambda scale: state["inverse"]
+
+
+@computing(
+    "inexact-reciprocal",
+    "The stored scales are off by up to {ulp} in the last place: their reciprocal is an approximation (rcp.approx, fast "
+    "division), where TE's is rounded correctly.",
+    stage="stored",
+    last=True,
+)
+def inexact_reciprocal(replay):
+    require_float_scales(replay)
+    outputs, reference = replay.setting.outputs, replay.setting.reference
+    names = [name for d in DIRECTIONS if (name := f"{d}_scale_inv") in outputs]
+    steps = [np.abs(ordered(outputs[name], F_TYPE) - ordered(reference[name], F_TYPE)) for name in names]
+    most = max((int(found.max()) for found in steps if found.size), default=0)
+    replay.require(0 < most <= RECIPROCAL_ULP)
+    replay.facts["ulp"] = f"{most} unit{'s' * (most > 1)}"
+
+    def place_scales(inner, scales, direction, region):
+        own, name = inner(scales, direction, region), f"{direction}_scale_inv"
+        return crop(replay.case, name, outputs[name], region).reshape(own.shape) if name in outputs else own
+
+    replay.wrap("place_scales", place_scales)
 
 
 @computing(

@@ -36,6 +36,16 @@ def reciprocal_times_maximum(replay):
 
 
 @computing(
+    "scale-not-updated",
+    "The scale is the old one, whatever the amax history holds: what the update makes is not returned.",
+    stage="usable",
+)
+def scale_not_updated(replay):
+    require_update(replay)
+    replay.usable = lambda amax: np.zeros(amax.shape, bool)
+
+
+@computing(
     "history-not-rolled",
     "The amax history is not rolled: {what}.",
     stage="roll",

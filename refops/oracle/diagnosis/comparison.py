@@ -18,8 +18,9 @@ ENOUGH, DAMAGE = 0.9, 0.2
 NEAR = 2.0**-5
 #: Wrong entries that a part of an array must have, unless all are, to speak against an explanation of the whole.
 LEAST_WRONG = 16
-#: Share of the entries of an array that noise may move.
-NOISE = 5e-3
+#: Share of the entries of an array that noise may move; of an array in which nothing is wrong, where a replay has to
+#: give its bits because it lies under a wrong scale.
+NOISE, QUIET_NOISE = 5e-3, 2.0**-12
 
 
 @dataclass
@@ -141,7 +142,8 @@ class Result:
         """Whether this explains the dump."""
         if self.damage > DAMAGE or not any(c.gained for c in self.wrong_counts):
             return False
-        if self.damaged >= sum(c.explained for c in self.wrong_counts):  # it moves faults to where the dump is right
+        harm = sum(c.damaged for c in self.counts.values() if c.wrong or c.damaged > QUIET_NOISE * c.entries)
+        if harm >= sum(c.explained for c in self.wrong_counts):  # it moves faults to where the dump is right
             return False
         every = self.share >= ENOUGH and min(c.share for c in self.wrong_counts) >= 0.75
         stray = self.explained >= 0.99 and all(c.wrong - c.explained <= 1e-3 * c.entries for c in self.wrong_counts)

@@ -15,12 +15,13 @@ from functools import cached_property
 
 import numpy as np
 
+from refops.formats import E8M0
 from refops.oracle.conventions import CONVENTIONS
 from refops.oracle.conventions.reading import Dump
 from refops.oracle.diagnosis.comparison import LEAST_WRONG, Part, Result, same
 from refops.oracle.diagnosis.elements import other_scales, stored_marks
 from refops.oracle.diagnosis.pairs import SUM_STAGES, Pairs, has_other_blocks
-from refops.oracle.diagnosis.placed import Placing
+from refops.oracle.diagnosis.placed import FIT_SCALES, Placing
 from refops.oracle.diagnosis.probes import SUM_ARRAYS, Probes
 from refops.oracle.geometry import VALUES, Region, crop
 from refops.oracle.places import Lines, Place
@@ -416,14 +417,25 @@ class Search:
         return self.count_same(name, reference, array) < array.size
 
     def confirmed(self, results):
-        """The best of some results, evaluated on larger regions, sorted."""
-        best = unique(sorted(results, key=lambda r: r.rank), each=3)[:10]
+        """The best of some results, evaluated on larger regions, sorted; of little evidence more, the rare ones last."""
+        each, most = (8, 32) if self._is_thin else (3, 10)
+        best = unique(sorted(results, key=lambda r: r.rank), each)[:most]
         found = []
         for result in best:
             if len(found) >= SURE and self.budget.is_spent():
                 break
             found.append(self.confirm(result))
-        return sorted(found, key=lambda r: r.rank)
+        rare = {id(r): self._is_thin and any(convention.alone for convention, _ in r.candidate) for r in found}
+        return sorted(found, key=lambda r: (not r.exact, rare[id(r)], r.rank))
+
+    @cached_property
+    def _is_thin(self):
+        """Whether all that is wrong is a few scales that are powers of two: many rules move one by one step."""
+        wrong = {name: int(np.count_nonzero(mask)) for name, mask in self.wrong.items() if mask.any()}
+        if not all(name.endswith("_scale_inv") for name in wrong) or sum(wrong.values()) >= FIT_SCALES:
+            return False
+        scaling = self.case.scaling
+        return scaling.layout.scale_format == E8M0 or getattr(scaling, "power_2_scale", False)
 
     def confirm(self, result, regions=None):
         """A result evaluated on larger regions; itself where that is too costly: what the probes say must do.
@@ -449,7 +461,8 @@ class Search:
         """The `Explanation` for the user."""
         text = self.sentence(result)
         if not result.enough:
-            text = f"{text[:-1]}; but that explains a part only."
+            lack = "explains a part only" if result.explained < 1 else "would also change what is right"
+            text = f"{text[:-1]}; but that {lack}."
         names = tuple(convention.name for convention, _ in result.candidate)
         exact, sampled = result.exact and self.probes.complete, not self.probes.complete
         place = self._speaks_of(result) if result.enough else None

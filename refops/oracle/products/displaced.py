@@ -4,7 +4,6 @@ What finds them in the outputs of other operations finds them here, too (`refops
 rows are those of a product whose operand a has other rows, so that the bounds of that product judge them.
 """
 
-
 from refops.oracle.conventions.registry import Convention
 from refops.oracle.diagnosis import moved
 from refops.oracle.diagnosis.displaced import Marks, together, unwritten

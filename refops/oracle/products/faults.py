@@ -17,6 +17,7 @@ import numpy as np
 
 from refops.arguments import BFLOAT16
 from refops.formats import FORMATS
+from refops.oracle.conventions.fits import powers_of_two, roundoff
 from refops.oracle.conventions.registry import Convention
 from refops.oracle.products.cards import half_orders_of
 from refops.oracle.products.halves import (
@@ -38,11 +39,16 @@ FLOAT16 = np.dtype(np.float16)
 HALVES = {"float16": FLOAT16, "bfloat16": BFLOAT16}
 #: Which operands a fault is in.
 OPERANDS = {"a": ("a",), "b": ("b",), "both": ("a", "b")}
+#: Factors that are said as what they are where the measured one is as near as the result's dtype, and sums, allow.
+SIMPLE_FACTORS = {"2": 2.0, "1/2": 0.5, "4": 4.0, "1/4": 0.25, "3": 3.0, "1/3": 1 / 3}
+SIMPLE = 2.0**-14
 #: Terms that a kernel takes in one step, or in one part of a split sum.
 STEPS = (8, 16, 32, 64, 128, 256, 512)
 PARTS = (2, 3, 4, 8)
 #: Rows and columns in which terms that are missing are sought, and the least share of a term that must be.
 SEEN, LEAST_SHARE = 64, 0.5
+#: Terms to whose multiples the ends of such a run are rounded, where they may be off by a few.
+RUN_STEP = 32
 
 #: Every fault by name, in the order of registration.
 FAULTS: dict[str, Convention] = {}
@@ -269,6 +275,25 @@ def scales_transposed(attempt, names):
 
 
 @fault(
+    "scale-of-several-blocks",
+    "One scale is read for {count} blocks of {operand} along k: that of the first.",
+    part="scales",
+    choices=in_operands((2, 4)),
+)
+def scale_of_several_blocks(attempt, choice):
+    names, count = choice
+
+    def repeated(operand):
+        attempt.require(operand.scales is not None and operand.scales.shape[1] > 1)
+        blocks = np.arange(operand.scales.shape[1])
+        changed = operand.scales[:, blocks - blocks % count]
+        return operand if np.array_equal(changed, operand.scales) else operand.with_scales(changed)
+
+    attempt.change_operands(names, repeated)
+    attempt.facts["count"] = count
+
+
+@fault(
     "scales-shifted",
     "The scales of {operand} are those of the {which}{end}.",
     part="scales",
@@ -474,11 +499,22 @@ def _seen_range(attempt, sign):
     a, b = product.a.values(rows), product.b.values(columns)
     sizes = (a * a).sum(axis=0) * (b * b).sum(axis=0)
     shares = sign * ((off.T @ a) * b).sum(axis=0) / sizes
-    found = np.flatnonzero(shares > LEAST_SHARE)
-    start, stop = (int(found[0]), int(found[-1]) + 1) if len(found) else (0, product.k)
-    if stop - start == product.k:
-        return []
-    return [(start, stop, f"number {start}" if stop == start + 1 else f"those from {start} to {stop - 1}")]
+    start, stop = _likeliest_run(shares - LEAST_SHARE)
+    whole_steps = tuple(min(round(end / RUN_STEP) * RUN_STEP, product.k) for end in (start, stop))
+    runs = dict.fromkeys(((start, stop), whole_steps))
+    return [
+        (first, end, f"number {first}" if end == first + 1 else f"those from {first} to {end - 1}")
+        for first, end in runs
+        if 0 < end - first < product.k
+    ]
+
+
+def _likeliest_run(gains):
+    """(start, stop) of the run of numbers with the largest sum; (0, 0) where all are negative."""
+    sums = np.concatenate([[0.0], np.cumsum(gains)])
+    least = np.minimum.accumulate(sums)
+    stop = int(np.argmax(sums - least))
+    return int(np.argmin(sums[: stop + 1])), stop
 
 
 def _weighted(attempt, start, stop, weight):
@@ -688,8 +724,14 @@ def sign(attempt):
     attempt.change(alpha=-attempt.product.alpha)
 
 
-@fault("other-factor", "The product is multiplied by a further factor, {factor:.6g}.", part="alpha", last=True)
-def other_factor(attempt):
+@fault(
+    "other-factor",
+    "The product is multiplied by a further factor, {factor}.",
+    part="alpha",
+    choices=("simple", "measured"),
+    last=True,
+)
+def other_factor(attempt, choice):
     product, y = attempt.product, attempt.y
     rows, columns = (np.linspace(0, size - 1, min(size, 32)).astype(int) for size in product.shape)
     sums = product.sums(rows, columns)
@@ -697,6 +739,13 @@ def other_factor(attempt):
     ratios = rest / sums
     ratios = ratios[np.isfinite(ratios) & (np.abs(sums) > np.median(np.abs(sums)))]
     attempt.require(ratios.size)
-    attempt.facts["factor"] = factor = float(np.median(ratios))
+    factor = float(np.median(ratios))
     attempt.require(factor not in (0, 1) and math.isfinite(factor))
+    attempt.facts["factor"] = f"{factor:.6g}"
+    if choice == "simple":
+        width = roundoff(y.dtype) + SIMPLE
+        known = SIMPLE_FACTORS | powers_of_two()
+        near = (pair for pair in known.items() if abs(factor / pair[1] - 1) <= width)
+        attempt.facts["factor"], factor = next(near, ("", 0.0))
+        attempt.require(factor)
     attempt.change(factor=factor)
