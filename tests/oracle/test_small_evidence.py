@@ -73,7 +73,7 @@ def test_a_multiplier_that_is_low_in_the_last_place_is_no_factor():
         report = oracle.check("quantize", x, outputs, scaling=scaling)
         assert report.ok == ok
     assert all("constant-factor" not in answer.names for answer in report.diagnosis)
-    assert "a multiplier does that is one unit in the last place low" in str(report.diagnosis[0])
+    assert "after a multiplier one unit in the last place too low" in str(report.diagnosis[0])
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_one_scale_of_a_power_of_two_has_many_causes():
     assert ("neighbour-line-scale",) in [answer.names for answer in others]
 
 
-# --- right by the bound, and yet worth a note ---------------------------------------------------------------------------
+# --- right by the bound, and yet worth a note ------------------------------------------------------------------------
 
 
 def product_of_current_scaling(k):
@@ -140,7 +140,7 @@ def test_values_outside_the_bound_of_float32_sums_are_counted():
     assert "outside the bound of float32 sums: 1 of 6,144 values" in str(report)
 
 
-# --- common slips -------------------------------------------------------------------------------------------------------
+# --- common slips ----------------------------------------------------------------------------------------------------
 
 
 def first_of(op, inputs, outputs, **options):
@@ -195,3 +195,32 @@ def test_one_scale_for_two_blocks_of_a_product():
     left = E4M3.values[a.rowwise_data] * np.repeat(np.repeat(scales[:, ::2], 2, axis=1), 32, axis=1)
     answer = first_of("matmul", {"a": a, "b": b}, (left @ refops.dequantize(b).T).astype(F))
     assert answer.names == ("scale-of-several-blocks",) and "2 blocks of a along k" in answer.sentence
+
+
+@pytest.mark.parametrize("shape", [(384, 384), (600, 700)])
+def test_scales_of_squares_in_the_other_order(shape):
+    """[K / 128, M / 128] one after another, in rows that are padded as the right ones are."""
+    rng = np.random.default_rng(2)
+    x = (rng.standard_normal(shape) * np.exp(2 * rng.standard_normal((1, shape[1])))).astype(F).astype(BF16)
+    scaling = refops.BlockScaling(E4M3)
+    q = refops.quantize(x, scaling)
+    valid = q.rowwise_scale_inv[:, : -(-shape[1] // 128)]
+    scales = np.zeros_like(q.rowwise_scale_inv)
+    scales[:, : valid.shape[1]] = np.ascontiguousarray(valid.T).reshape(valid.shape)
+    answer = first_of("quantize", x, {"data": q.rowwise_data, "scale": scales}, scaling=scaling)
+    assert answer.names == ("scales-transposed",)
+
+
+@pytest.mark.parametrize(
+    ("summed", "name"),
+    [
+        (lambda dx: dx.sum(axis=1), "dbias-along-other-axis"),
+        (lambda dx: dx[:-8].sum(axis=0), "dbias-last-chunk-missing"),
+    ],
+)
+def test_a_bias_gradient_of_other_elements(summed, name):
+    x, dy = normal((256, 256)).astype(BF16), normal((256, 256), 2).astype(BF16)
+    dbias = summed(refops.activation_grad("gelu", dy.astype(F), x.astype(F))).astype(BF16)
+    scaling = refops.DelayedScaling(E4M3, scale=8.0)
+    answer = first_of("dgelu", {"x": x, "dy": dy}, {"dbias": dbias}, scaling=scaling)
+    assert answer.names == (name,)

@@ -172,7 +172,7 @@ def rounded_directed(replay, choice):
         "up": "up",
         "down": "down",
         "away": "away from zero",
-        "ties to zero": "to nearest with ties towards zero (what a multiplier does that is one unit in the last place low)",
+        "ties to zero": "to nearest with ties towards zero (or after a multiplier one unit in the last place too low)",
     }[choice]
     if choice in ("up", "down"):
         replay.rounding = choice

@@ -110,7 +110,7 @@ def scales_swizzled_as_stored(dump, choice):
 @reading(
     "scales-transposed",
     "The scales are stored transposed: {expected} were expected.",
-    choices=("padded", "valid"),
+    choices=("padded", "valid", "valid, in padded rows"),
 )
 def scales_transposed(dump, choice):
     names = dump.names("_scale_inv")
@@ -122,7 +122,8 @@ def scales_transposed(dump, choice):
         else:
             rows, columns = dump.valid(name)
             dump.require((rows, columns) != scales.shape)
-            dump.arrays[name] = _into(scales, scales.reshape(-1)[: rows * columns].reshape(columns, rows).T)
+            written = scales.reshape(-1)[: rows * columns] if choice == "valid" else scales[:rows, :columns]
+            dump.arrays[name] = _into(scales, written.reshape(columns, rows).T)
     rows, columns = dump.valid(names[0])
     dump.facts["expected"] = f"{rows} rows of {columns}"
 

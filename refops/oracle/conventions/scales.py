@@ -1549,8 +1549,8 @@ def scale_inverse_separate(replay, choice):
 
 @computing(
     "inexact-reciprocal",
-    "The stored scales are off by up to {ulp} in the last place: their reciprocal is an approximation (rcp.approx, fast "
-    "division), where TE's is rounded correctly.",
+    "The stored scales are off by up to {ulp} in the last place: their reciprocal is an approximation (rcp.approx, "
+    "fast division), where TE's is rounded correctly.",
     stage="stored",
     last=True,
 )

@@ -10,6 +10,8 @@ from refops.quantization.layout import ceil_div
 from refops.tiles import SUM_CHUNK
 
 F = np.float32
+#: Elements of a tensor up to which sums along the other axis are tried.
+SUMMED_WHOLE = 1 << 20
 
 
 def require_dbias(replay):
@@ -136,7 +138,12 @@ def _add_as_tree(terms, dtype):
     "dbias-last-chunk-missing",
     "dbias leaves out {what}.",
     stage="sum-rows",
-    choices=("tail 128", "tail 64", "tail 32", "tail 16", "last row", "first row", "last 128", "last 64", "last 32"),
+    choices=(
+        *(f"tail {size}" for size in (128, 64, 32, 16, 8)),
+        "last row",
+        "first row",
+        *(f"last {size}" for size in (128, 64, 32, 16, 8)),
+    ),
 )
 def dbias_last_chunk_missing(replay, choice):
     require_dbias(replay)
@@ -155,6 +162,25 @@ def dbias_last_chunk_missing(replay, choice):
     replay.require((first, last) != (0, m) and first < last)
     replay.rows = Lines(m, last, m - 1) if first == 0 else Lines(m, 0, first - 1)
     replay.after("sum_terms", lambda terms: terms[first:last])
+
+
+@computing(
+    "dbias-along-other-axis",
+    "dbias sums over columns: its entry n is the sum of row n of the gradient, not of column n.",
+    stage="sum-rows",
+    alone=True,
+)
+def dbias_along_other_axis(replay):
+    require_dbias(replay)
+    m, k = replay.shape
+    replay.require(m >= k and m * k <= SUMMED_WHOLE)
+
+    def dbias(columns):
+        with np.errstate(all="ignore"):
+            rows = replay.sum_terms(slice(0, k))[columns]
+            return replay.to_dtype(replay.column_sum(np.ascontiguousarray(rows.T)), replay.dtype)
+
+    replay.dbias = dbias
 
 
 # --- parts that count twice, not at all, or alone -------------------------------------------------

@@ -417,7 +417,7 @@ class Search:
         return self.count_same(name, reference, array) < array.size
 
     def confirmed(self, results):
-        """The best of some results, evaluated on larger regions, sorted; of little evidence more, the rare ones last."""
+        """The best of some results, evaluated on larger regions, sorted; more by thin evidence, rare ones last."""
         each, most = (8, 32) if self._is_thin else (3, 10)
         best = unique(sorted(results, key=lambda r: r.rank), each)[:most]
         found = []
