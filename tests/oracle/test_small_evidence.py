@@ -6,6 +6,7 @@ import pytest
 
 import refops
 from refops import oracle
+from refops.quantization.hadamard import transform_groups
 from refops.scalings.declaration import FLT_MAX
 
 F = np.float32
@@ -189,12 +190,20 @@ def test_a_long_run_of_terms_that_are_missing(kept, name, said):
     assert answer.names == (name,) and said in answer.sentence
 
 
-def test_one_scale_for_two_blocks_of_a_product():
+@pytest.mark.parametrize(
+    ("moved", "name", "said"),
+    [
+        (lambda s: np.repeat(s[:, ::2], 2, axis=1), "scale-of-several-blocks", "2 blocks of a along k"),
+        (lambda s: s.T.reshape(s.shape), "scales-transposed", "of a are transposed, but read as they were"),
+        (lambda s: s.reshape(s.shape[::-1]).T, "scales-transposed", "of a are read transposed, without their padding"),
+    ],
+)
+def test_other_scales_of_a_product(moved, name, said):
     a, b = (refops.quantize(normal((rows, 320), rows), refops.MXFP8Scaling(E4M3)) for rows in (64, 96))
     scales = np.ldexp(F(1), a.rowwise_scale_inv[:64, :10].astype(int) - 127)
-    left = E4M3.values[a.rowwise_data] * np.repeat(np.repeat(scales[:, ::2], 2, axis=1), 32, axis=1)
+    left = E4M3.values[a.rowwise_data] * np.repeat(moved(scales), 32, axis=1)
     answer = first_of("matmul", {"a": a, "b": b}, (left @ refops.dequantize(b).T).astype(F))
-    assert answer.names == ("scale-of-several-blocks",) and "2 blocks of a along k" in answer.sentence
+    assert answer.names == (name,) and said in answer.sentence
 
 
 @pytest.mark.parametrize("shape", [(384, 384), (600, 700)])
@@ -224,3 +233,16 @@ def test_a_bias_gradient_of_other_elements(summed, name):
     scaling = refops.DelayedScaling(E4M3, scale=8.0)
     answer = first_of("dgelu", {"x": x, "dy": dy}, {"dbias": dbias}, scaling=scaling)
     assert answer.names == (name,)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_rowwise_copy_that_is_transformed_too(axis):
+    x, scaling = normal((96, 160)).astype(BF16), refops.NVFP4Scaling(rht=True)
+    q = refops.quantize(x, scaling, columnwise=True)
+    along = x if axis == 0 else np.ascontiguousarray(x.T)
+    transformed = transform_groups(along.reshape(-1, 16, along.shape[1]), scaling.hadamard, BF16).reshape(along.shape)
+    wrong = refops.quantize(transformed if axis == 0 else np.ascontiguousarray(transformed.T), refops.NVFP4Scaling())
+    outputs = {name: getattr(wrong, name) for name in ("rowwise_data", "rowwise_scale_inv", "amax_rowwise")}
+    outputs |= {name: getattr(q, name) for name in ("columnwise_data", "columnwise_scale_inv", "amax_columnwise")}
+    answer = first_of("quantize", x, outputs, scaling=scaling)
+    assert answer.names == ("hadamard-rowwise-too",) and ("along columns" in answer.sentence) == (axis == 0)

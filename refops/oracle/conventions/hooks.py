@@ -148,12 +148,18 @@ def hadamard_unrounded(replay):
     "hadamard-rowwise-too",
     "The rowwise copy went through the Hadamard transform too{amax}.",
     stage="hadamard",
-    choices=("amax after", "amax before"),
+    choices=("amax after", "amax before", "groups of rows"),
 )
 def hadamard_rowwise_too(replay, choice):
     require_transform(replay)
     replay.require(not replay.dequantizes)
-    replay.facts["amax"] = "" if choice == "amax after" else ", though its amax is that of the values before it"
+    replay.facts["amax"] = {
+        "amax after": "",
+        "amax before": ", though its amax is that of the values before it",
+        "groups of rows": ", along columns as the columnwise one does",
+    }[choice]
+    if choice == "groups of rows":
+        replay.wrap("transform", lambda inner, values, direction: inner(values, "columnwise"))
     replay.hadamard = {"rowwise": True, "columnwise": True}
     if choice == "amax before":
         own = replay.tensor_amax

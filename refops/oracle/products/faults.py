@@ -266,12 +266,30 @@ def scales_order(attempt, choice):
     attempt.facts["how"] = words[to_swizzled]
 
 
-@fault("scales-transposed", "The scales of {operand} are read transposed.", part="scales", choices=OPERANDS)
-def scales_transposed(attempt, names):
+@fault(
+    "scales-transposed",
+    "The scales of {operand} are {how}.",
+    part="scales",
+    choices=in_operands(
+        ("read transposed", "read transposed, without their padding", "transposed, but read as they were")
+    ),
+)
+def scales_transposed(attempt, choice):
+    names, attempt.facts["how"] = choice
+
     def transposed(layout, name, stored):
         return stored.reshape(stored.shape[::-1]).T
 
-    attempt.change_operands(names, lambda operand: _relaid(operand, transposed))
+    def changed(operand):
+        if choice[1] == "read transposed":
+            return _relaid(operand, transposed)
+        attempt.require(operand.scales is not None and 1 not in operand.scales.shape)
+        rows, blocks = operand.scales.shape
+        if choice[1] == "transposed, but read as they were":
+            return operand.with_scales(operand.scales.T.reshape(rows, blocks))
+        return operand.with_scales(operand.scales.reshape(blocks, rows).T)
+
+    attempt.change_operands(names, changed)
 
 
 @fault(
