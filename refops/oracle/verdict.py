@@ -30,7 +30,7 @@ from refops.tiles import Matrix, for_each, tile_slices
 
 F = np.float32
 #: Permitted errors that are tried where nothing else explains a dump, and the share that may stay wrong.
-COARSER = (4096, 256, 32)
+COARSER = (8192, 4096, 256, 32)
 FEW_LEFT = 0.001
 #: A sum of so many terms has a bound, valid for any order, that hides faults worth a note.
 LONG_SUM = 1024

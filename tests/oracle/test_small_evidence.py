@@ -246,3 +246,12 @@ def test_a_rowwise_copy_that_is_transformed_too(axis):
     outputs |= {name: getattr(q, name) for name in ("columnwise_data", "columnwise_scale_inv", "amax_columnwise")}
     answer = first_of("quantize", x, outputs, scaling=scaling)
     assert answer.names == ("hadamard-rowwise-too",) and ("along columns" in answer.sentence) == (axis == 0)
+
+
+def test_a_tanh_of_the_special_function_unit():
+    """tanh.approx: a relative error of up to 2^-11."""
+    x = normal((128, 128)) * 2
+    inner = F(0.79788456) * x * (1 + F(0.044715) * x * x)
+    tanh = np.tanh(inner.astype(np.float64)) * (1 + 2.0**-11 * np.sin(1e4 * inner))
+    answer = first_of("gelu", x, (F(0.5) * x * (1 + tanh)).astype(F))
+    assert answer.names == ("approximate-elementary",) and answer.explained > 0.999

@@ -18,8 +18,8 @@ ENOUGH, DAMAGE = 0.9, 0.2
 NEAR = 2.0**-5
 #: Wrong entries that a part of an array must have, unless all are, to speak against an explanation of the whole.
 LEAST_WRONG = 16
-#: Share of the entries of an array that noise may move; of an array in which nothing is wrong, where a replay has to
-#: give its bits because it lies under a wrong scale.
+#: Share of the entries of an array that noise may move; and of codes in which nothing is wrong, where the one scale
+#: that they are under is, and is explained: a replay has to give their bits.
 NOISE, QUIET_NOISE = 5e-3, 2.0**-12
 
 
@@ -142,7 +142,12 @@ class Result:
         """Whether this explains the dump."""
         if self.damage > DAMAGE or not any(c.gained for c in self.wrong_counts):
             return False
-        harm = sum(c.damaged for c in self.counts.values() if c.wrong or c.damaged > QUIET_NOISE * c.entries)
+        explains_all = any(c.share == 1 and c.wrong == c.entries for c in self.wrong_counts)
+        harm = sum(
+            c.damaged
+            for c in self.counts.values()
+            if c.wrong or not explains_all or c.damaged > QUIET_NOISE * c.entries
+        )
         if harm >= sum(c.explained for c in self.wrong_counts):  # it moves faults to where the dump is right
             return False
         every = self.share >= ENOUGH and min(c.share for c in self.wrong_counts) >= 0.75
