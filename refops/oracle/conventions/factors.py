@@ -318,7 +318,8 @@ def amax_slot_of_other_copy(replay, choice):
     replay.require(replay.layout.amax == "tensor" and f"amax_{choice}" in replay.setting.outputs)
     replay.require(replay.scaling.given is None)
     [other] = [direction for direction in DIRECTIONS if direction != choice]
-    held = replay.setting.replay().tensor_amax(other, Region(slice(0, 0), slice(0, 0)))
+    own, held = (replay.setting.replay().tensor_amax(d, Region(slice(0, 0), slice(0, 0))) for d in (choice, other))
+    replay.require(not np.array_equal(own, held))  # copies of the same numbers have one amax
     replay.facts["copy"], replay.facts["found"] = choice, float(held.flat[0])
 
     def stored_amax(inner, amax, direction):
