@@ -28,7 +28,7 @@ from fuser.conversion.modules import (
     Notice,
     require_module,
 )
-from fuser.conversion.reasons import may_become, reason_to_leave
+from fuser.conversion.reasons import TABLES, may_become, reason_to_leave
 from fuser.conversion.rules import Rule, names_of, recipes_for
 from fuser.conversion.scales import load_scaling_state, scaling_state
 from fuser.conversion.sequences import ConvertedSequential
@@ -88,9 +88,10 @@ def convert(
     (parameters of two dimensions and more), embeddings and norms aside; operations of `fuser.ops`, which quantize in a
     `fuser.autocast` alone. These are named in a warning, since the model then computes partly in high precision. The
     exact GELU, other activations and norms without a weight stay torch's without a word: nothing in them is quantized.
-    Functions that a forward calls (`F.linear`, `F.gelu`) can't be seen; a parent whose forward says `self.child.weight`
-    of a converted child is named in the warning, and one that may, whose source is not known; one that says
-    `self.block.child.weight` or `self.layers[0].weight` is not: `compare` and `statistics` name each layer of which
+    Functions that a forward calls (`F.linear`, `F.gelu`) can't be seen. A parent whose forward reads `self.child.weight`
+    of a converted child, or of an embedding under one recipe for the whole model, is named in the warning; so is one
+    whose source is not known and that may read it. `self.block.child.weight` and `self.layers[0].weight` are not found:
+    `compare` and `statistics` name each layer of which
     nothing was quantized in their runs. The fast path of `TransformerEncoderLayer` in eval mode, which reads weights,
     is switched off where the layer is part of `model`. A layer of which `linear1` and `linear2` alone are given to
     `convert` computes without quantization there.
@@ -190,9 +191,15 @@ def planned(model: torch.nn.Module, rule: Rule, filter: Callable[[str, torch.nn.
             plan.left.append(f"{who}: {reason}")
         elif recipe is not None and may_become(module):
             plan.recipes[module] = recipe
+    # A recipe for the whole model is for an output head, too, that multiplies by the table of an embedding.
+    tables = {
+        module
+        for module, (name, *_) in names.items()
+        if isinstance(rule, Recipe) and isinstance(module, TABLES) and (filter is None or filter(name, module))
+    }
     for parent, (name, *_) in names.items():
         who = f"{name or 'the model'} ({type(parent).__name__})"
-        plan.left += [f"{who} {phrase}" for phrase in readings_of_weights(parent, plan.recipes)]
+        plan.left += [f"{who} {phrase}" for phrase in readings_of_weights(parent, {*plan.recipes, *tables})]
         if isinstance(parent, Converted) and parent not in plan.recipes:
             class_without_conversion(parent)
     return plan

@@ -28,11 +28,12 @@ _OTHER_PRODUCTS = (
     torch.nn.RNNCellBase,
     torch.nn.Bilinear,
 )
+#: Modules that look up rows of their weight.
+TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 #: Modules whose parameters of several dimensions are not operands of torch's products, or that quantize themselves.
 _NO_PRODUCTS = (
     NonDynamicallyQuantizableLinear,  # a part of MultiheadAttention, which is named
-    torch.nn.Embedding,
-    torch.nn.EmbeddingBag,
+    *TABLES,
     torch.nn.LayerNorm,
     torch.nn.RMSNorm,
     torch.nn.GroupNorm,

@@ -24,14 +24,16 @@ _FACTS = {
 }
 #: Functions that say such a thing of what they are called with.
 _QUESTIONS = {"isinstance", "hasattr", "type", "id", "is_tensor", "is_floating_point"}
+#: Functions that look up rows of a weight.
+_LOOKUPS = {"embedding", "embedding_bag"}
 
 
-def readings_of_weights(parent: torch.nn.Module, converted: Collection[torch.nn.Module]) -> list[str]:
-    """What a parent's forward, or what it calls, does with the weights and biases of converted children, as phrases.
+def readings_of_weights(parent: torch.nn.Module, owners: Collection[torch.nn.Module]) -> list[str]:
+    """What a parent's forward, or what it calls, does with the weights and biases of children in `owners`, as phrases.
 
     Where there is no source, the names in the compiled code tell whether it could read them.
     """
-    children = {name: None for name, child in parent.named_children() if child in converted}
+    children = {name: None for name, child in parent.named_children() if child in owners}
     if not children:
         return []
     read: dict[str, None] = {}
@@ -135,7 +137,7 @@ def _reads(tree: ast.AST, names: Collection[str], children: Collection[str]) -> 
     for node in nodes:
         if isinstance(node, ast.Compare) and all(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):
             only_asked |= {id(node.left), *map(id, node.comparators)}
-        if isinstance(node, ast.Call) and _name_of(node.func) in _QUESTIONS:
+        if isinstance(node, ast.Call) and _name_of(node.func) in _QUESTIONS | _LOOKUPS:
             only_asked |= set(map(id, node.args))
     only_asked |= _stored_to_be_asked(nodes, only_asked)
     of_module = [node for node in attributes if isinstance(node.value, ast.Name) and node.value.id in names]

@@ -1275,6 +1275,31 @@ class TestWhatIsLeft:
         assert self.warned(Encoder(32, 2, 32))[1].startswith("the model (Encoder) reads linear1.weight in its")
         assert self.warned(Sequence())[0].startswith("the model (Sequence) reads head.weight in its")
 
+    def test_output_heads_that_multiply_by_an_embedding(self):
+        """Under one recipe for the whole model: patterns and a filter say what is meant."""
+
+        class Language(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.table, self.layer = nn.Embedding(96, 64), nn.Linear(64, 64)
+
+            def forward(self, i):
+                return nn.functional.linear(self.layer(self.table(i)), self.table.weight)
+
+        class LooksUp(Language):
+            def forward(self, i):
+                return self.layer(nn.functional.embedding(i, self.table.weight))
+
+        expected = "the model (Language) reads table.weight in its forward: not quantized there"
+        assert self.warned(Language()) == [expected]
+        (found,) = fuser.compare(Language(), torch.arange(32)[None], MXFP8BlockScaling(), quiet=True)
+        assert found.left == [expected]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            fuser.convert(LooksUp(), MXFP8BlockScaling())
+            fuser.convert(Language(), {"layer": MXFP8BlockScaling()})
+            fuser.convert(Language(), MXFP8BlockScaling(), filter=lambda name, module: isinstance(module, nn.Linear))
+
 
 class TestModels:
     @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
