@@ -88,13 +88,13 @@ def convert(
     (parameters of two dimensions and more), embeddings and norms aside; operations of `fuser.ops`, which quantize in a
     `fuser.autocast` alone. These are named in a warning, since the model then computes partly in high precision. The
     exact GELU, other activations and norms without a weight stay torch's without a word: nothing in them is quantized.
-    Functions that a forward calls (`F.linear`, `F.gelu`) can't be seen. A parent whose forward reads `self.child.weight`
-    of a converted child, or of an embedding under one recipe for the whole model, is named in the warning; so is one
-    whose source is not known and that may read it. `self.block.child.weight` and `self.layers[0].weight` are not found:
-    `compare` and `statistics` name each layer of which
-    nothing was quantized in their runs. The fast path of `TransformerEncoderLayer` in eval mode, which reads weights,
-    is switched off where the layer is part of `model`. A layer of which `linear1` and `linear2` alone are given to
-    `convert` computes without quantization there.
+    Functions that a forward calls (`F.linear`, `F.gelu`) can't be seen. A parent whose forward reads
+    `self.child.weight` of a converted child, or of an embedding under one recipe for the whole model, is named in the
+    warning; so is one whose source is not known and that may read it. `self.block.child.weight` and
+    `self.layers[0].weight` are not found: `compare` and `statistics` name each layer of which nothing was quantized in
+    their runs. The fast path of `TransformerEncoderLayer` in eval mode, which reads weights, is switched off where the
+    layer is part of `model`. A layer of which `linear1` and `linear2` alone are given to `convert` computes without
+    quantization there.
 
     An input of another dtype than a linear layer's weight is an error, as in torch; operations of `fuser.ops`, as TE's,
     cast it. In `torch.autocast` a linear layer returns its dtype; norms and activations return the dtype that torch's
