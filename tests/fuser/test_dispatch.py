@@ -624,7 +624,6 @@ AGAIN = {
     "swiglu -> MXFP8": (
         lambda x, g: functional.swiglu(g, TO_STORAGE),
         {
-            "_check_forward",
             "_require_activation",
             "_require_input",
             "_require_quantizer",

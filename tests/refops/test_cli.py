@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import warnings
+import zipfile
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from itertools import product
@@ -233,7 +234,8 @@ def test_report_on_named_paths_that_cannot_be_read(run, bad_files, option, name,
 
 
 def test_torch_missing(run, tmp_path, monkeypatch):
-    (tmp_path / "a.pt").write_bytes(b"PK\x03\x04")
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        archive.writestr("a/data.pkl", b"")
     monkeypatch.setitem(sys.modules, "torch", None)
     code, out, err = run("inspect", tmp_path / "a.pt")
     assert (code, out, err.count("\n")) == (2, "", 1)
