@@ -35,6 +35,10 @@ WHOLE = (
 )
 
 
+class WholeArrayError(TypeError):
+    """A kernel computes with an array where it has only elements."""
+
+
 class Elements:
     """What a kernel sees of memory: elements, which it computes with, and nothing of the whole.
 
@@ -48,7 +52,7 @@ class Elements:
         return self.name
 
     def _refuse_whole(self, *_, **__):
-        raise TypeError(f"{self.name} is a whole array; a thread computes with single elements: {self.example}")
+        raise WholeArrayError(f"{self.name} is a whole array; a thread computes with single elements: {self.example}")
 
     def __len__(self):
         raise TypeError(f"{self.name} has no len() in a kernel: how many elements there are is an argument of its own")
@@ -248,13 +252,13 @@ def as_i32(x):
     return register.i32[()]
 
 
-def refused(error):
+def shown_error(error):
     """The error that a kernel should show: a refusal of `Elements`, where NumPy put one of its own before it.
 
     NumPy asks for the number that it is to store, and says "setting an array element with a sequence" if it gets none.
     """
     refusal = error.__cause__
-    is_hidden = isinstance(error, ValueError) and isinstance(refusal, TypeError)
+    is_hidden = isinstance(error, ValueError) and isinstance(refusal, WholeArrayError)
     return refusal.with_traceback(error.__traceback__) if is_hidden else error
 
 
@@ -263,9 +267,11 @@ def _run_quietly(kernel, arguments):
         try:
             kernel(*arguments)
         except (IndexError, TypeError, ValueError, AttributeError) as error:
-            thread, refusal = _thread(), refused(error)
-            say_who(refusal, named((thread.thread_index, thread.block_index)))
-            raise refusal from None
+            thread, shown = _thread(), shown_error(error)
+            say_who(shown, named((thread.thread_index, thread.block_index)))
+            if shown is error:
+                raise
+            raise shown from None
 
 
 class _Block:

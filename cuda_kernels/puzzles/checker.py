@@ -174,7 +174,7 @@ def _run(puzzle, kernel, case, order, recorder, passed):
         try:
             kernel(*arguments)
         except Exception as error:
-            raise _ThreadError(simulator.current_thread(), simulator.refused(error)) from error
+            raise _ThreadError(simulator.current_thread(), simulator.shown_error(error)) from error
 
     def watched(array):
         _spoil(array)

@@ -532,13 +532,14 @@ def test_solutions_compile_without_spills_or_float64():
     ("filling", "said"),
     [
         ("raise ValueError('mine')", "ValueError: mine\n  line"),
+        ("raise ValueError('mine') from TypeError('its cause')", "ValueError: mine\n  line"),
         ("undefined + 1", "NameError: name 'undefined' is not defined"),
         ("raise SystemExit(0)", "a kernel cannot end the program"),
         ("x[0] = 0", "x is an input"),
         ("y[0.5] = 0", "its index one integer"),
         ("y[-1] = 0", "out of bounds: store of y[-1]"),
-        ("magnitude(x)", "TypeError: x is a whole array; a thread computes with single elements: x[i]\n  line"),
-        ("y[0] = bias", "TypeError: bias is a whole array"),
+        ("magnitude(x)", "WholeArrayError: x is a whole array; a thread computes with single elements: x[i]\n  line"),
+        ("y[0] = bias", "WholeArrayError: bias is a whole array"),
         ("def f():\n    return f()\nf()", "RecursionError"),
     ],
 )

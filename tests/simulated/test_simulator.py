@@ -91,6 +91,19 @@ def test_what_a_kernel_does_with_a_whole_array_is_refused_by_its_name(use, error
         run(kernel, Pointer(np.zeros(8, np.float32)), block=(1,))
 
 
+@pytest.mark.parametrize("cause", [TypeError("of the cause"), KeyError("of the cause")])
+def test_a_kernel_s_own_error_and_its_cause_are_shown(cause):
+    def kernel():
+        try:
+            raise cause
+        except (TypeError, KeyError) as error:
+            raise ValueError("bad tile") from error
+
+    with pytest.raises(ValueError, match=r"^thread 0 of block 0: bad tile$") as raised:
+        run(kernel, block=(1,))
+    assert raised.value.__cause__ is cause
+
+
 @pytest.mark.parametrize(
     ("use", "said"),
     [
