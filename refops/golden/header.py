@@ -8,6 +8,7 @@ from typing import get_args, get_type_hints
 import numpy as np
 
 import refops
+from refops.arguments import shown
 from refops.files import FileError
 from refops.formats import FORMATS, ElementFormat, FloatFormat, IntegerFormat
 from refops.golden.matrix import settings_fields
@@ -22,11 +23,12 @@ SWIZZLED = {
     False: "then swizzled in tiles of 128 x 4",
     True: "then transposed and swizzled in tiles of 128 x 4 (the array's shape is that before)",
 }
-#: Version of the layout of golden files, and the older ones that are read; a reader refuses others. Layout 1 had
-#: "columnwise", the argument, in place of "copies".
-LAYOUT, OLDER = 2, (1,)
+#: Version of the layout of golden files that are written.
+LAYOUT = 2
 #: What a header must hold besides its digest: key -> type. "swizzled_scales" is there only where it is true.
 _FIELDS = {"operation": str, "parameters": dict, "scaling": dict | None, "arrays": dict, "refops": str}
+#: Every layout that is read -> the key that tells the copies, and its type: "columnwise" was the argument.
+_COPIES = {1: ("columnwise", bool), 2: ("copies", list)}
 
 
 def make_header(recipe, case, arrays):
@@ -63,11 +65,18 @@ def parse_header(text, path):
         header = None
     if not isinstance(header, dict) or any(not isinstance(header.get(k), t) for k, t in _FIELDS.items()):
         raise FileError(f"must be a golden file, as refops golden writes them; got {str(path)!r}: it has no header")
-    if header.get("layout") not in (LAYOUT, *OLDER):
-        read = " or ".join(map(str, (*OLDER, LAYOUT)))
+    layout = header.get("layout")
+    if type(layout) is not int or layout not in _COPIES:  # not True, which is 1 too
+        read = " or ".join(map(str, _COPIES))
         raise FileError(
-            f"must be a golden file of layout {read}; got {str(path)!r} of layout {header.get('layout')!r}, written "
-            f"by refops {header['refops']}"
+            f"must be a golden file of layout {read}; got {str(path)!r} of layout {layout!r}, written by refops "
+            f"{header['refops']}"
+        )
+    key, kind = _COPIES[layout]
+    if not isinstance(header.get(key), kind):
+        raise FileError(
+            f"must be a golden file of layout {layout}, whose header has {key}, a {kind.__name__}; got {str(path)!r} "
+            f"with {shown(header.get(key))}"
         )
     return header
 
@@ -80,7 +89,7 @@ def reads_columnwise(header):
 
 
 def as_layout(header, layout):
-    """A header of `LAYOUT`, its digest left out, as an earlier layout would have it."""
+    """The header, without its digest, in `layout`, which may be an earlier one."""
     made = {key: value for key, value in header.items() if key != "digest"} | {"layout": layout}
     if layout == 1:
         made["columnwise"] = reads_columnwise(header)

@@ -682,6 +682,11 @@ def test_other_files_are_refused_in_one_line(small, tmp_path):
     for change, message in (
         ({"layout": 3}, "a golden file of layout 1 or 2; got"),
         ({"layout": 3}, "of layout 3, written by refops"),
+        ({"layout": True, "columnwise": False}, "of layout True, written by refops"),
+        ({"layout": 2.0}, "of layout 2.0, written by refops"),
+        ({"layout": [2]}, "of layout [2], written by refops"),
+        ({"copies": None}, "of layout 2, whose header has copies, a list; got"),
+        ({"layout": 1, "columnwise": 0}, "of layout 1, whose header has columnwise, a bool; got"),
         ({"digest": None}, "do not match its digest"),
         ({"operation": "swigloo"}, "op must be one of"),
         ({"scaling": {"class": "FP7Scaling"}}, "scaling must be one of"),
