@@ -3,8 +3,6 @@
 Their scales are powers of two where the rule has such scales, so that a product can be a tie.
 """
 
-from dataclasses import dataclass
-
 import ml_dtypes
 import numpy as np
 
@@ -23,40 +21,12 @@ MANTISSAS = 1 + np.arange(32) / 32
 TINY = -127
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Amaxes of an input kind.
-
-    Attributes:
-        magnitudes: what blocks take in turn: "usual"; "tiny", their scales are subnormal; "subnormal", as elements of
-            the dtype; "huge", as large as the dtype goes; "zero" and "infinite".
-        largest: the largest element of the tensor: "above" the random ones, "finite", the largest that the dtype has or
-            an activation reaches, "infinite" or "tiny".
-        largest_is_rounded: whether it is a result that rounding to 16 bits changes, where there is one. No product with
-            the scale that follows from it is a tie then.
-    """
-
-    magnitudes: tuple[str, ...]
-    largest: str
-    largest_is_rounded: bool = False
-
-
-#: Name of an input kind -> its `Kind`.
-KINDS = {
-    "mixed": Kind(("usual", "tiny", "zero"), "above"),
-    "rounding": Kind(("usual", "tiny", "zero"), "above", largest_is_rounded=True),
-    "extreme": Kind(("tiny", "huge", "zero"), "finite"),
-    "special": Kind(("usual", "tiny", "infinite"), "infinite"),
-    "tiny": Kind(("tiny", "subnormal", "zero"), "tiny"),
-}
-
-
 class Amaxes:
     """The amaxes of a result.
 
     Args:
         case: with the random inputs.
-        kind: a `Kind`.
+        kind: a `refops.golden.inputs.Kind`.
 
     Attributes:
         random: the result of the random inputs, float32 (M, K).

@@ -6,6 +6,9 @@ through the classes of a kind (`INPUT_KINDS`), so that small tensors see all of 
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -30,7 +33,7 @@ def make_tensor(kind, shape, dtype, *, seed, stream=0):
     """
     m, k = math.prod(shape[:-1]), shape[-1]
     words = philox(seed, stream, np.arange(m * k)).reshape(m, k, 4)
-    classes = INPUT_KINDS[kind]
+    classes = INPUT_KINDS[kind].classes
     values = np.zeros((m, k))
     for i, fill in enumerate(classes):
         rows = slice((i - stream) % len(classes), None, len(classes))
@@ -160,13 +163,41 @@ def _small(words, dtype):
     return np.ldexp(_signs(words) * _mantissas(words, 6), exponents)
 
 
-_MIXED = (_normal, _heavy, _fp8_ties, _fp4_ties, _zero_blocks)
-#: Kind of tensor -> the classes that its rows take in turn. "rounding" is "mixed" but for the largest result of an
-#: activation, which rounding to 16 bits changes (`refops.golden.probes`).
+# --- kinds ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Numbers of a golden file, and the amaxes of its result (`refops.golden.amaxes`).
+
+    Attributes:
+        classes: what rows take in turn.
+        magnitudes: what the amaxes of blocks take in turn: "usual"; "tiny", their scales are subnormal; "subnormal", as
+            elements of the dtype; "huge", as large as the dtype goes; "zero" and "infinite".
+        largest: the largest element of the tensor: "above" the random ones, "finite", the largest that the dtype has or
+            an activation reaches, "infinite" or "tiny".
+        largest_is_rounded: whether it is a result that rounding to 16 bits changes, where there is one. No product with
+            the scale that follows from it is a tie then.
+    """
+
+    classes: tuple[Callable[..., Any], ...]
+    magnitudes: tuple[str, ...]
+    largest: str
+    largest_is_rounded: bool = False
+
+
+_MIXED = Kind((_normal, _heavy, _fp8_ties, _fp4_ties, _zero_blocks), ("usual", "tiny", "zero"), "above")
+#: Name of a kind -> its `Kind`.
 INPUT_KINDS = {
     "mixed": _MIXED,
-    "rounding": _MIXED,
-    "extreme": (_normal, _subnormal, _huge, _all(0.0), _wide, _all(-0.0), _heavy),
-    "special": (_normal, _some(_all(np.nan)), _some(_all_infinite), _heavy, _all(np.nan), _zero_blocks, _all_infinite),
-    "tiny": (_small, _subnormal, _all(0.0), _small, _all(-0.0)),
+    "rounding": replace(_MIXED, largest_is_rounded=True),
+    "extreme": Kind(
+        (_normal, _subnormal, _huge, _all(0.0), _wide, _all(-0.0), _heavy), ("tiny", "huge", "zero"), "finite"
+    ),
+    "special": Kind(
+        (_normal, _some(_all(np.nan)), _some(_all_infinite), _heavy, _all(np.nan), _zero_blocks, _all_infinite),
+        ("usual", "tiny", "infinite"),
+        "infinite",
+    ),
+    "tiny": Kind((_small, _subnormal, _all(0.0), _small, _all(-0.0)), ("tiny", "subnormal", "zero"), "tiny"),
 }

@@ -15,7 +15,7 @@ from refops.rounding import stored
 from refops.survey import as_matrix
 
 F = np.float32
-#: What the inputs beside the one that is searched may be. Products with 201/64 have more bits than bfloat16.
+#: What the inputs beside the one that is searched may be. Products with 243/64 have more bits than bfloat16.
 PIVOTS = (32.0, 4.0, 243 / 64, 1.0, 2.0**-12, 2.0**-30, 2.0**-120)
 #: float32 numbers on each side of an input that are tried for a result.
 NEIGHBOURS = 8

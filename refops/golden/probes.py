@@ -24,8 +24,9 @@ from itertools import chain, cycle
 
 import numpy as np
 
-from refops.golden.amaxes import KINDS, Amaxes
+from refops.golden.amaxes import Amaxes
 from refops.golden.edges import binade, edges_of
+from refops.golden.inputs import INPUT_KINDS
 from refops.golden.preimages import preimage_of
 from refops.rounding import philox
 from refops.tiles import ceil_div
@@ -42,7 +43,7 @@ def place_probes(case, kind, seed):
 
     Args:
         case: its inputs are those of `make_tensor`.
-        kind: key of `refops.golden.amaxes.KINDS`.
+        kind: key of `refops.golden.inputs.INPUT_KINDS`.
         seed: 64-bit integer.
     """
     if case.is_empty:
@@ -88,7 +89,7 @@ class _Design:
     def __init__(self, case, kind, seed):
         self.case, self.seed = case, seed
         self.layout, self.fmt = case.scaling.layout, case.scaling.fmt
-        self.amaxes = Amaxes(case, KINDS[kind])
+        self.amaxes = Amaxes(case, INPUT_KINDS[kind])
         m, k = self.amaxes.random.shape
         self.shape = (m, k // 2) if case.gated and "dy" in case.inputs else (m, k)
         self.edges, self.on_edge = {}, np.zeros(self.shape, bool)

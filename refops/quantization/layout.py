@@ -62,6 +62,17 @@ def block_amax(blocks):
     return np.fmax(by_column[..., 0], np.float32(0))
 
 
+def swizzled_offset(row, column, tiles):
+    """The flat position at which `swizzle` puts (row, column) of scales with `tiles` tiles of 128 x 4 in a row of them.
+
+    Source: cuBLAS "1D block scaling factors layout"; TE `common/cast/mxfp8/swizzle.cuh`.
+    """
+    rows, columns = SCALE_TILE
+    quarter = rows // 4
+    tile = row // rows * tiles + column // columns
+    return tile * rows * columns + row % quarter * 4 * columns + row % rows // quarter * columns + column % columns
+
+
 def swizzle(scales: ArrayLike) -> Array:
     """Reorder padded (R, C) scales into the order that tensor-core GEMMs read: 512-byte tiles of 128 x 4.
 

@@ -33,6 +33,7 @@ from rule_calls import inverse_power, nvfp4, scale_byte, scale_from_amax
 import refops
 from arrays import assert_same_bits, assert_same_quantized, coarse
 from refops import E2M1, E4M3, E5M2, E8M0, decode, dequantize, encode, quantize
+from refops.quantization.layout import swizzled_offset
 from refops.rounding import philox, philox_bytes, round_once
 from refops.scalings.declaration import LARGEST_FINITE
 from tiers import sampled
@@ -305,6 +306,7 @@ def test_swizzle_offsets():
         for j in range(8):
             offset = ((i // 128) * 2 + j // 4) * 512 + (i % 32) * 16 + ((i % 128) // 32) * 4 + j % 4
             assert swizzled.reshape(-1)[offset] == scales[i, j]
+            assert swizzled_offset(i, j, 2) == offset
     assert_same_bits(refops.unswizzle(swizzled), scales)
 
 

@@ -8,7 +8,7 @@ from refops.oracle.conventions.carried import inside, widened
 from refops.oracle.conventions.registry import computing
 from refops.oracle.conventions.scales import require_blocks, require_coded_scales
 from refops.oracle.geometry import TILE, Geometry, crop, part_of
-from refops.quantization.layout import ceil_div
+from refops.quantization.layout import ceil_div, swizzled_offset
 from refops.quantization.result import DIRECTIONS, reorder_scales
 from refops.scalings.declaration import SCALE_TILE
 
@@ -24,7 +24,7 @@ GRIDS = {
     "amax alone": "; but the codes are cast by the right blocks",
 }
 #: Share of the wrong scales of a probe that a displaced grid must give to be tried on more.
-GIVEN = 0.5
+LEAST_GIVEN = 0.5
 
 
 def _displaced_grids(replay):
@@ -56,7 +56,7 @@ def _gives_scales(setting, by):
         wide = widened(region, setting.shape, margins, margins)
         with np.errstate(all="ignore"):
             made = part_of(setting.case.scaling, name, replay.run(wide, [name])[name], inside(region, wide))
-        if np.mean((made == written)[differs]) >= GIVEN:
+        if np.mean((made == written)[differs]) >= LEAST_GIVEN:
             return True
     return False
 
@@ -124,7 +124,7 @@ def displaced_blocks(replay, choice):
 # An order that only moves scales is a reading. At these offsets some are lost: they lie on others, or in no array.
 
 #: Share of the scales of a kernel with wrong offsets that the dump must have where that kernel writes them.
-FOUND = 0.9
+LEAST_FOUND = 0.9
 #: Scales of an array up to which wrong offsets are worth their time.
 MOST_SCALES = 1 << 21
 
@@ -164,27 +164,19 @@ class ScaleArray:
         inside = offset < self.right.size
         made, is_written = np.zeros(self.right.size, np.uint8), np.zeros(self.right.size, bool)
         made[offset[inside]], is_written[offset[inside]] = self.right[outer[inside], block[inside]], True
-        if np.mean((made == self.memory)[is_written]) < FOUND:
+        if np.mean((made == self.memory)[is_written]) < LEAST_FOUND:
             return None
         if not is_written.all():
             made[~is_written] = np.bincount(self.memory[~is_written]).argmax()
         return self._reordered(made.reshape(self._shape), False)
 
 
-def _swizzled_offset(row, column, tiles):
-    """The offset of a scale in tiles of 128 x 4 of which `tiles` make a row (`refops.swizzle`)."""
-    rows, columns = SCALE_TILE
-    quarter = rows // 4
-    tile = row // rows * tiles + column // columns
-    return tile * rows * columns + row % quarter * 4 * columns + row % rows // quarter * columns + column % columns
-
-
 def _with_floored_tiles(array, outer, block):
-    return _swizzled_offset(outer, block, array.blocks // SCALE_TILE[1])
+    return swizzled_offset(outer, block, array.blocks // SCALE_TILE[1])
 
 
 def _of_stored_order(array, outer, block):
-    return _swizzled_offset(block, outer, len(array.right) // SCALE_TILE[1])
+    return swizzled_offset(block, outer, len(array.right) // SCALE_TILE[1])
 
 
 def _has_a_partial_tile(array):
