@@ -6,6 +6,7 @@ test_mutants.py has kernels with these faults; here are all forms of them, at ra
 import ml_dtypes
 import numpy as np
 import pytest
+from two_faults import dump_of
 
 import refops
 from refops import oracle
@@ -253,3 +254,14 @@ def test_an_inverted_interleave_has_its_name(side):
         answer = first(inputs, {"dx": dx}, None, "scaled_dswiglu", params=params)
     assert answer.names == ("interleave-inverted",) and answer.explained == 1
     assert answer.sentence.startswith(f"Each {tile} columns of {side} are permuted")
+
+
+def test_scales_of_another_format_are_cut_with_the_codes():
+    """Two faults of one kernel, in either order: the other format takes over how the scale's cast rounds."""
+    other, cut = ("other-scale-format", (refops.UE5M3, "both", "nearest_even")), ("truncation", "cast and scales")
+    (_, nearest), (_, one), (_, two) = (
+        dump_of("quantize", NVFP4, False, *faults) for faults in ((other,), (other, cut), (cut, other))
+    )
+    below = nearest["rowwise_scale_inv"].astype(int) - one["rowwise_scale_inv"]
+    assert set(np.unique(below)) == {0, 1}
+    assert all(np.array_equal(array, two[name]) for name, array in one.items())

@@ -1862,7 +1862,8 @@ def missing_factor(replay, choice):
         set_encode_scale(replay, lambda own, amax: np.where(amax == 0, F(1), np.fmin(kept / amax, FLT_MAX)))
 
 
-#: How a cast to a format of scales may round, by whether it has powers of two alone; the first is that of formats.
+#: How a cast to a format of scales may round. Key: whether the format has powers of two alone. "nearest_even" is the
+#: only rounding of formats with a significand.
 SCALE_ROUNDINGS = {
     False: {"nearest_even": ""},
     True: {"nearest_even": "", "up": ", rounded up", "toward_zero": ", cut"},
@@ -1913,7 +1914,8 @@ def other_scale_format(replay, choice):
     require_scaling(replay)
     if how == "stored":
         replay.facts["how"] = ", though the data are cast with the right ones"
-        zero = _byte_of_zero(replay.setting) if fmt == E8M0 else None  # log2 of 0 is what a kernel makes of it
+        # log2(0) becomes whatever the kernel's cast makes of -inf
+        zero = _byte_of_zero(replay.setting) if fmt == E8M0 else None
         if zero:
             replay.facts["how"] += f"; one of 0 becomes 0x{zero:02X}"
 
@@ -1924,7 +1926,11 @@ def other_scale_format(replay, choice):
         replay.after("stored_scale", store)
         return
     require_two_levels(replay)  # the rules of one level make codes without a cast
-    replay.wrap("cast_scale", lambda inner, scale, *_: inner(scale, fmt, rounding))
+
+    def cast(inner, scale, _, own_rounding):  # only casts to E8M0 round as the choice says
+        return inner(scale, fmt, rounding if fmt == E8M0 else own_rounding)
+
+    replay.wrap("cast_scale", cast)
     replay.wrap("read_scale", lambda inner, codes, _: inner(codes, fmt))
     if how == "scaled to it":
         replay.facts["how"] = ", and the tensor's scale maps to its maximum"
