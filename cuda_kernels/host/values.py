@@ -43,7 +43,7 @@ def from_table():
     return Getting("table", device(lambda stored, inputs, table: table[stored]))
 
 
-def in_two_loops(part, *others):
+def preparation_of(part, *others):
     """Return (prepare, get): how the loop of a product gets one part of it, a `Getting`.
 
         prepare(line, stored, inputs, table)      before the loop
@@ -190,7 +190,7 @@ def halves_of(interleaved):
 
 def _gated(storage, value, gate, scaled, interleaved):
     """f(act) * gate(gate), times the row's scale."""
-    read, halves, (prepare, get) = inputs_at(storage), halves_of(interleaved), in_two_loops(value, gate)
+    read, halves, (prepare, get) = inputs_at(storage), halves_of(interleaved), preparation_of(value, gate)
     gate = gate.function
 
     def fill(words, at, tile, rows, columns, row, column):
@@ -213,7 +213,7 @@ def _gated(storage, value, gate, scaled, interleaved):
 
 def _gradient(storage, derivative):
     """f'(x) * dy."""
-    read, widen, (prepare, get) = inputs_at(storage), STORAGES[storage].widen, in_two_loops(derivative)
+    read, widen, (prepare, get) = inputs_at(storage), STORAGES[storage].widen, preparation_of(derivative)
 
     def fill(words, at, tile, rows, columns, row, column):
         inputs, table = read(words, at), table_at(words, at + FIRST_TABLE)
@@ -230,8 +230,8 @@ def _gradient(storage, derivative):
 def _gated_gradient(storage, value, derivative, gate, slope):
     """(f'(act) * dy) * gate(gate) in columns 0 to width, (gate'(gate) * dy) * f(act) in the others."""
     read, widen = inputs_at(storage), STORAGES[storage].widen
-    prepare_derivative, derivative_of = in_two_loops(derivative, gate)
-    prepare_value, value_of = in_two_loops(value, slope)
+    prepare_derivative, derivative_of = preparation_of(derivative, gate)
+    prepare_value, value_of = preparation_of(value, slope)
     gate, slope = gate.function, slope.function
 
     def fill(words, at, tile, rows, columns, row, column):

@@ -221,7 +221,7 @@ BLOCK_PARTS = {
     "elements but the last": lambda index, length: index < length - 1,
 }
 #: Scales that are too small, at least, from which a part of the blocks is read, and the share of them that it gives.
-LEAST_SMALL, GIVEN = 16, 0.98
+LEAST_SMALL, LEAST_GIVEN = 16, 0.98
 #: Elements of the part of a tensor from which it is read.
 READ = 1 << 17
 
@@ -277,7 +277,7 @@ def _implied_part(replay, along):
     found = []
     for taken in _simple_parts(~excluded):
         given = is_given(scales_of(np.max(magnitudes, axis=0, where=taken[:, None, None], initial=F(0))))
-        if given[small].mean() >= GIVEN:
+        if given[small].mean() >= LEAST_GIVEN:
             found.append((np.count_nonzero(right & ~given), taken))
     replay.require(found)
     return min(found, key=lambda spoilt_and_taken: spoilt_and_taken[0])[1]
