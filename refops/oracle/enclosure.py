@@ -208,13 +208,15 @@ class FormulaBounds(BoundsSource):
         ulp: permitted error of exp and tanh, and of the result.
         terms: "result", or "drow_scales": the terms of that sum, one for each element of dy.
         stored_float32: results were stored in float32: only float32 values inside the ends count.
+        words: vocabulary of intervals. Default: `refops.oracle.interval.INTERVALS`.
     """
 
-    def __init__(self, case, ulp, terms="result", *, stored_float32=False):
+    def __init__(self, case, ulp, terms="result", *, stored_float32=False, words=None):
         self._case, self._ulp, self._terms, self._stored_float32 = case, ulp, terms, stored_float32
+        self._words = INTERVALS if words is None else words
         kind, inputs = case.operation.kind, case.inputs
         self._gradient, self._scaled = kind.endswith("grad"), kind.startswith("scaled")
-        self._bound, self._layout = case.bound.using(INTERVALS), case.row_layout
+        self._bound, self._layout = case.bound.using(self._words), case.row_layout
         # A formula without exp or tanh is its own truth; nothing in it is free but rounding.
         self._elementary = any(function.elementary for function in self._bound.activation.functions)
         self._input = Matrix(inputs["x"])
@@ -229,7 +231,7 @@ class FormulaBounds(BoundsSource):
     def rounded(self):
         if self.dtype != np.float32:
             return super().rounded()
-        return FormulaBounds(self._case, self._ulp, self._terms, stored_float32=True)
+        return FormulaBounds(self._case, self._ulp, self._terms, stored_float32=True, words=self._words)
 
     def read(self, rows, columns):
         """Rectangles of gated gradients are cut into their act and gate columns and put together again."""
@@ -343,11 +345,11 @@ def hadamard_bounds(tile, sign_mask, *, inverse=False):
     return Bounds(lo, hi, np.broadcast_to(nan, centre.shape).reshape(lo.shape) | only_nan)
 
 
-def bounds_of(case, ulp, *, stored_float32=False):
-    """`BoundsSource` of the tensor that an operation computes before any quantization."""
+def bounds_of(case, ulp, *, stored_float32=False, words=None):
+    """`BoundsSource` of the tensor that an operation computes before any quantization; arguments of `FormulaBounds`."""
     if case.operation.kind == "quantize":
         return ExactBounds(case.inputs["x"])
-    return FormulaBounds(case, ulp, stored_float32=stored_float32)
+    return FormulaBounds(case, ulp, stored_float32=stored_float32, words=words)
 
 
 class DequantizedBounds(BoundsSource):

@@ -22,6 +22,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from refops.activations import Arithmetic
 from refops.rounding import round_once
 
+HALF = np.float32(0.5)
 #: Largest error of CUDA's expf and tanhf, in units in the last place.
 CUDA_ULP = 2
 #: More than the relative error of one float64 operation.
@@ -320,6 +321,36 @@ class IntervalArithmetic(Arithmetic):
     def at_least(self, x, limit):
         """x from the limit on; where x may be NaN also the limit."""
         return _monotone(super().at_least, x, limit, chosen=1)
+
+
+class SigmoidThroughTanh:
+    """A vocabulary's sigmoid that is made from its tanh."""
+
+    def sigmoid(self, x):
+        """0.5 + 0.5 tanh(x / 2)."""
+        return HALF + HALF * self.tanh(HALF * x)
+
+
+class CoarseTanh(SigmoidThroughTanh, IntervalArithmetic):
+    """Intervals with a tanh that is an approximation, and the sigmoid through it.
+
+    An error of tanh relative to itself is absolute for this sigmoid: 2^-11 of tanh lets x sigmoid(x) be off by up to
+    2^-12 |x|, more than the result itself where x is below -8.3.
+
+    Args:
+        ulp: permitted error of that tanh.
+        below_zero: whether only tanh of what is below 0 is coarse.
+    """
+
+    def __init__(self, ulp, *, below_zero=False):
+        self._ulp, self._below_zero = ulp, below_zero
+
+    def tanh(self, x):
+        """Hyperbolic tangent, off by up to the permitted error."""
+        coarse = Interval(x.lo, x.hi, x.nan, self._ulp).tanh()
+        if self._below_zero:
+            coarse = self.where(x.lo < 0, coarse, x.tanh())
+        return Interval(coarse.lo, coarse.hi, coarse.nan, x.ulp)
 
 
 def _monotone(choice, *operands, chosen):

@@ -26,10 +26,10 @@ class QuantizedJudge:
         self.judge, self.case, self.ulp = judge, judge.case, judge.ulp
         self.scaling = judge.case.scaling
         path = UNFUSED if self.case.operation.kind == "quantize" else self.scaling.path
-        source = enclosure.RememberedBounds(enclosure.bounds_of(self.case, self.ulp))
+        source = enclosure.RememberedBounds(enclosure.bounds_of(self.case, self.ulp, words=judge.words))
         rounded = source.rounded()
         self.values = rounded if path.casts_rounded else source
-        in_float32 = enclosure.bounds_of(self.case, self.ulp, stored_float32=True)
+        in_float32 = enclosure.bounds_of(self.case, self.ulp, stored_float32=True, words=judge.words)
         self.amax_values = rounded if path.amax_rounded else in_float32
         self._amaxes, self._fairness = {}, {}
         self.dbias_values = rounded if path.dbias_rounded else source

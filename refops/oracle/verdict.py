@@ -19,6 +19,7 @@ from refops.oracle.coverage import coverage_of
 from refops.oracle.enclosure import Bounds
 from refops.oracle.entries import shown_code, shown_entry, shown_range
 from refops.oracle.geometry import stored_index
+from refops.oracle.interval import CoarseTanh
 from refops.oracle.operation import JUDGED, MATMUL, Case, require_operation
 from refops.oracle.quantized_tensors import is_swizzled
 from refops.oracle.quantized_verdict import QuantizedJudge
@@ -231,24 +232,67 @@ def coarser_functions(judge, budget):
     """The explanation of last resort: exp, tanh or division coarser than permitted. An empty tuple if they are not."""
     if judge.case.operation.activation is None or judge.ulp == 0 or judge.wrong < MANY_WRONG:
         return ()
-    if any(_is_far(tally.verdict()) for tally in judge.tallies.values()):
+    found = sentence = None
+    if not any(_is_far(tally.verdict()) for tally in judge.tallies.values()):
+        found = _least_coarse(judge, budget, lambda ulp: judge.of_coarser(ulp=ulp))
+        sentence = (
+            "exp, tanh or division are approximations (fast math, hardware functions): everything is within {} ulp "
+            "where {:g} are permitted."
+        )
+    if found is None and _has_a_sigmoid(judge.case):
+        found = _least_coarse(judge, budget, lambda ulp: judge.of_coarser(words=CoarseTanh(ulp)))
+        sentence = (
+            "The sigmoid is 0.5 + 0.5 tanh(x / 2), with a tanh that is an approximation (a hardware function): "
+            "everything is right if that tanh may be off by {} ulp where {:g} are permitted."
+        )
+        if found is not None and not _shows_above_zero(judge, budget, found[0]):
+            return ()
+    if found is None:
         return ()
-    found = ()
+    ulp, explained = found
+    return (Explanation(("approximate-elementary",), sentence.format(ulp, judge.ulp), explained),)
+
+
+def _least_coarse(judge, budget, coarser):
+    """(ulp, share of the wrong entries that are right then): the least of `COARSER` that explains a dump; None if none
+    does.
+
+    Args:
+        coarser: function from ulp to a check that permits it.
+    """
+    found = None
     for ulp in COARSER:
         if ulp <= judge.ulp or budget.is_spent():
             break
-        other = judge.of_coarser(ulp)
-        other.gives_up = lambda other=other: other.wrong > FEW_LEFT * judge.wrong or budget.is_spent()
-        with np.errstate(all="ignore"):
-            other.run()
-        if other.gives_up():
+        left = _left_wrong(coarser(ulp), FEW_LEFT * judge.wrong, budget)
+        if left is None:
             break
-        sentence = (
-            f"exp, tanh or division are approximations (fast math, hardware functions): everything is within {ulp} ulp "
-            f"where {judge.ulp:g} are permitted."
-        )
-        found = (Explanation(("approximate-elementary",), sentence, 1 - other.wrong / judge.wrong),)
+        found = ulp, 1 - left / judge.wrong
     return found
+
+
+def _left_wrong(other, most, budget):
+    """How many entries a check that was not run yet finds wrong; None where more than `most`, or where time ended."""
+    other.gives_up = lambda: other.wrong > most or budget.is_spent()
+    with np.errstate(all="ignore"):
+        other.run()
+    return None if other.gives_up() else other.wrong
+
+
+def _has_a_sigmoid(case):
+    """Whether the formulas of a case's activation have a sigmoid."""
+    return any(word.startswith("sigmoid") for function in case.bound.activation.functions for word in function.words)
+
+
+def _shows_above_zero(judge, budget, ulp):
+    """Whether a coarse tanh shows where x is above 0 too.
+
+    Far below 0 its error is larger than the result, so that it would explain any fault there. tanh is odd: what is an
+    error of tanh shows on both sides.
+    """
+    below_alone = judge.of_coarser(words=CoarseTanh(ulp, below_zero=True))
+    left = _left_wrong(below_alone, FEW_LEFT * judge.wrong + MANY_WRONG, budget)
+    return left is None and not budget.is_spent()
 
 
 def _is_far(verdict):
@@ -265,22 +309,23 @@ class Judge:
         outputs: name -> array as stored; scales in plain order.
         reference: name -> the reference's array.
         tallies: name -> `Tally`.
+        words: vocabulary of intervals that decides what is right; None: `refops.oracle.interval.INTERVALS`.
         gives_up: function asked before each tile: whether the others need not be judged.
     """
 
     def __init__(self, case, outputs, unpadded, ulp, padding, random_bits):
         self.gives_up = lambda: False
         self.case, self.ulp, self.padding, self.unpadded = case, ulp, padding, unpadded
-        self.random_bits = random_bits
+        self.random_bits, self.words = random_bits, None
         self.notes = []
         self.outputs = {name: self._plain_order(name, array) for name, array in outputs.items()}
         self.reference = case.reference(outputs)
         self.tallies = {name: Tally(case.slots[name]) for name in outputs}
 
-    def of_coarser(self, ulp):
-        """The same check with another permitted error, and without padding; not run yet."""
+    def of_coarser(self, *, ulp=None, words=None):
+        """The same check with another permitted error or vocabulary, and without padding; not run yet."""
         other = copy(self)
-        other.ulp, other.padding, other.notes = ulp, "ignore", []
+        other.ulp, other.words, other.padding, other.notes = self.ulp if ulp is None else ulp, words, "ignore", []
         other.tallies = {name: Tally(self.case.slots[name]) for name in self.outputs}
         return other
 
@@ -428,13 +473,15 @@ class Judge:
                 if name == "dbias":
                     # The gradient as stored is summed: in the dtype of the dumped dx, else in that of x.
                     dtype = self.outputs["dx"].dtype if "dx" in self.outputs else case.inputs["x"].dtype
-                    source = enclosure.bounds_of(case, self.ulp, stored_float32=dtype == np.float32)
+                    source = enclosure.bounds_of(case, self.ulp, stored_float32=dtype == np.float32, words=self.words)
                     self.judge_sums(name, enclosure.RoundedBounds(source, dtype), axis=0)
                 elif name == "drow_scales":
-                    self.judge_sums(name, enclosure.FormulaBounds(case, self.ulp, "drow_scales"), axis=1)
+                    source = enclosure.FormulaBounds(case, self.ulp, "drow_scales", words=self.words)
+                    self.judge_sums(name, source, axis=1)
                 else:
                     float32 = array.dtype == np.float32
-                    self._judge_values(name, enclosure.bounds_of(case, self.ulp, stored_float32=float32))
+                    source = enclosure.bounds_of(case, self.ulp, stored_float32=float32, words=self.words)
+                    self._judge_values(name, source)
 
     def judge_exact(self, name):
         """Numbers that no freedom touches: equal to the reference, NaN as one class."""

@@ -255,3 +255,43 @@ def test_a_tanh_of_the_special_function_unit():
     tanh = np.tanh(inner.astype(np.float64)) * (1 + 2.0**-11 * np.sin(1e4 * inner))
     answer = first_of("gelu", x, (F(0.5) * x * (1 + tanh)).astype(F))
     assert answer.names == ("approximate-elementary",) and answer.explained > 0.999
+
+
+def through_coarse_tanh(x, error=2.0**-11):
+    """sigmoid(x) through a tanh with a relative error of up to `error`."""
+    tanh = np.tanh(x.astype(np.float64) / 2) * (1 + error * np.sin(1e4 * x.astype(np.float64)))
+    return F(0.5) + F(0.5) * tanh.astype(F)
+
+
+@pytest.mark.parametrize("dtype", [F, BF16])
+@pytest.mark.parametrize("op", ["silu", "swiglu", "dsilu"])
+def test_a_sigmoid_through_the_tanh_of_the_special_function_unit(op, dtype):
+    """Its error is absolute: 2^-12, more than the sigmoid itself below -8.3."""
+    x, other = (normal((128, 256), seed).astype(dtype).astype(F) * 4 for seed in (1, 2))
+    sigmoid = through_coarse_tanh(x)
+    inputs, made = {
+        "silu": ({"x": x}, x * sigmoid),
+        "swiglu": ({"x": np.hstack([x, other])}, x * sigmoid * other),
+        "dsilu": ({"x": x, "dy": other}, (x * (sigmoid * (F(1) - sigmoid)) + sigmoid) * other),
+    }[op]
+    answer = first_of(op, {name: array.astype(dtype) for name, array in inputs.items()}, made.astype(dtype))
+    assert answer.names == ("approximate-elementary",) and answer.explained > 0.999
+    assert "0.5 + 0.5 tanh(x / 2)" in answer.sentence and "by 8192 ulp where 2 are permitted" in answer.sentence
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda x, sigmoid: np.where(x < -8.5, F(0), x * sigmoid),
+        lambda x, sigmoid: np.where(x < -9, x * F(2.0**-13), x * sigmoid),
+        lambda x, sigmoid: np.where(x < -3, x * through_coarse_tanh(x), x * sigmoid),
+        lambda x, sigmoid: x * through_coarse_tanh(x, 2.0**-9),
+        lambda x, sigmoid: x * (sigmoid + F(2.0**-12) * np.sin(F(1e4) * x)),
+    ],
+    ids=["zeros", "tail", "one side", "4 times as far", "not relative to tanh"],
+)
+def test_other_errors_of_a_sigmoid_are_none_of_tanh(fault):
+    x = normal((256, 256), 1) * 6
+    report = oracle.check("silu", x, fault(x, 1 / (1 + np.exp(-x))).astype(F))
+    assert not report.ok
+    assert all("tanh(x / 2)" not in answer.sentence for answer in report.diagnosis), str(report)

@@ -10,17 +10,14 @@ import numpy as np
 
 from refops.activations import Arithmetic
 from refops.elementary import exp, tanh
+from refops.oracle.interval import SigmoidThroughTanh
 
 F = np.float32
-HALF, ONE = F(0.5), F(1)
+ONE = F(1)
 
 
-class TanhArithmetic(Arithmetic):
+class TanhArithmetic(SigmoidThroughTanh, Arithmetic):
     """float32, sigmoid from tanh."""
-
-    def sigmoid(self, x):
-        """0.5 + 0.5 tanh(x / 2)."""
-        return HALF + HALF * tanh(HALF * x)
 
 
 class Rounded(np.ndarray):
