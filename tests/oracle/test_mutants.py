@@ -15,7 +15,6 @@ CORRUPTIONS = [name for name, mutant in MUTANTS.items() if mutant.kind == "corru
 #: Conventions whose first answer is another one, or unknown: at most a tenth.
 MISNAMED = {
     "amax-and-scale-take-nan",
-    "gelu-with-coarse-tanh",
     "mx-amax-of-columns",
     "nv-amax-of-columns-for-rows",
     "silu-through-tanh",
