@@ -3,7 +3,9 @@
 How well it names faults that others wrote is counted by test_mutants.py and test_third_party.py.
 """
 
+import re
 from itertools import product
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +20,7 @@ from refops.oracle.conventions.fits import simplest_number
 from refops.oracle.diagnosis.moved import LAWS
 from refops.oracle.geometry import crop, whole
 from refops.oracle.operation import Case, arrays_of
+from refops.oracle.products.faults import FAULTS
 from refops.oracle.replay import Setting
 from refops.oracle.tally import bits_of
 from tiers import SWEEP, sampled
@@ -344,3 +347,10 @@ def test_rare_conventions_are_tried_in_no_pair():
     alone = {name for name, convention in CONVENTIONS.items() if convention.alone}
     assert {"amax-carried", "half-read-twice", "two-casts", "hadamard-order", "leaky-relu"} <= alone
     assert not alone & {"scale-floor", "truncation", "missing-rounding"}
+
+
+def test_the_changelog_counts_what_is_named():
+    """The newest counts are those of what is registered."""
+    text = (Path(refops.__file__).parents[1] / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert int(re.search(r"more conventions, (\d+) in all", text)[1]) == len(CONVENTIONS)
+    assert int(re.search(r"(\d+) known faults are named", text)[1]) == len(FAULTS)
