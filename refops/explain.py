@@ -13,7 +13,7 @@ from refops.arguments import shown
 from refops.formats import ElementFormat
 from refops.ops import DequantizedSource, quantize
 from refops.quantization.quantize import random_bytes
-from refops.scalings.arithmetic import REFERENCE
+from refops.scalings.arithmetic import FLT_MAX, REFERENCE
 from refops.survey import cast_dequantized_source, cast_source, decode_scale_source, element_codes, has_transform
 from refops.tiles import InputSource, ceil_div, magnitude_max, round_up
 
@@ -205,9 +205,11 @@ def _scale_steps(q, block_amax, columnwise, row, block):
         steps.append(Step("block amax", block_amax, f"max |{what}x| of the block, NaN ignored"))
     stored = _stored_scale(q, columnwise, row, block)
     if layout.scale_format is None:
-        _, multiplier = scaling.block_scale(REFERENCE)(np.array([amax]), tensor_scale, scaling.numbers(q.dtype))
+        p = scaling.numbers(q.dtype)
+        _, multiplier = scaling.block_scale(REFERENCE)(np.array([amax]), tensor_scale, p)
         multiplier = np.ravel(multiplier)[0]
-        steps.append(Step("encode multiplier", multiplier, formulas.multiplier))
+        largest = "FLT_MAX" if p.largest_scale == FLT_MAX else f"{p.largest_scale:.7g}"
+        steps.append(Step("encode multiplier", multiplier, formulas.multiplier.format(largest=largest)))
         if layout.block is not None:
             steps.append(Step("stored scale", stored, formulas.stored))
         return steps, multiplier

@@ -264,7 +264,7 @@ class Formulas:
     """The rule of a scaling in words, one formula for each number on the way from an amax to the decode factor.
 
     Attributes:
-        multiplier: what elements are multiplied by before the cast.
+        multiplier: what elements are multiplied by before the cast; "{largest}" is `Numbers.largest_scale`.
         decode: what the values of codes are multiplied by.
         stored: the stored scale; float32 scales store 1 / multiplier.
         tensor_scale: what all blocks share; "{whose}" is "tensor", "row" or "column".

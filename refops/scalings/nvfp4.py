@@ -201,7 +201,7 @@ class NVFP4Scaling(MinifloatScaling):
             "1 / (block scale * (1 / S_enc)), at most FLT_MAX",
             decode=f"(block scale * amax) * {down}" if self.scale_format == E4M3 else f"block scale * (amax * {down})",
             stored=byte,
-            tensor_scale=f"{self.scale_max} * 6 / {{whose}} amax (0 or inf: 1)",  # whose: tensor, row or column
+            tensor_scale=f"{self.scale_max} * 6 / {{whose}} amax (0 or inf: 1), at most FLT_MAX",
         )
 
     @property

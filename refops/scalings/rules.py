@@ -35,6 +35,11 @@ LARGEST_MINIFLOAT = F(2.0**126)
 E8M0_ROUNDINGS = ("up", "floor", "even", "ceil_ocp")
 
 
+def _amax_in_words(epsilon):
+    """(what becomes the scale, amaxes of which no quotient is taken): an epsilon that float32 keeps replaces zero."""
+    return (f"max(amax, {float(epsilon):.9g})", "inf") if F(epsilon) > ZERO else ("amax", "0 or inf")
+
+
 class Float32Scaling(Scaling):
     """Scales in float32: fmt.max / max(amax, amax_epsilon), 1 where amax is 0, infinite or NaN, the largest value of
     the input dtype where the quotient overflows; what is stored is 1 / scale.
@@ -54,7 +59,9 @@ class Float32Scaling(Scaling):
     @property
     def formulas(self) -> Formulas:
         """The quotient."""
-        return Formulas(f"{float(self.fmt.max):.9g} / amax (0 or inf: 1){', mantissa cleared' * self.power_2_scale}")
+        amax, unusable = _amax_in_words(self.amax_epsilon)
+        quotient = f"{float(self.fmt.max):.9g} / {amax} ({unusable}: 1; overflow: {{largest}})"
+        return Formulas(f"{quotient}{', mantissa cleared' * self.power_2_scale}")
 
     def demands(self) -> list[tuple[bool, str]]:
         stored = self.layout.scale_format
@@ -98,11 +105,12 @@ class E8M0Scaling(Scaling):
         """Powers of two."""
         limit, emax = self.fmt.max, int(np.floor(np.log2(self.fmt.max)))
         shift = f" - {emax}" if emax else ""
+        amax, _ = _amax_in_words(self.amax_epsilon)
         byte = {
-            "up": f"amax * f32(1/{limit:.9g}), up to the next 2^(byte-127)",
-            "floor": f"127 + floor(log2 amax){shift}",
-            "even": f"127 + floor(log2 of amax rounded to the element's mantissa){shift}",
-            "ceil_ocp": f"127 + ceil(log2 amax){shift}",
+            "up": f"{amax} * f32(1/{limit:.9g}), up to the next 2^(byte-127)",
+            "floor": f"127 + floor(log2 {amax}){shift}",
+            "even": f"127 + floor(log2 of {amax} rounded to the element's mantissa){shift}",
+            "ceil_ocp": f"127 + ceil(log2 {amax}){shift}",
         }
         return Formulas("2^(127 - byte)", decode="2^(byte - 127)", stored=byte[self.scale_rounding])
 

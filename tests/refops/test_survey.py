@@ -3,6 +3,7 @@
 import math
 import re
 import tracemalloc
+from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
@@ -397,6 +398,99 @@ def test_a_place_is_an_integer(where):
     ((name, value),) = where.items()
     with pytest.raises(TypeError, match=re.escape(f"{name} must be an integer; got {value!r}")):
         explain.explain_block(np.ones((4, 40), F), refops.MXFP8Scaling(refops.E4M3), **where)
+
+
+E4M3, FLT_MAX = refops.E4M3, np.finfo(F).max
+BELOW_6, ZEROS, TINY = (1.0, 2, 3), (0.0, 0, 0), (1e-38, 1e-39, 0)
+TINIEST = 2.0**-133, 0, 0
+
+
+@dataclass(frozen=True)
+class EpsilonScaling(refops.MXFP8Scaling):
+    """Every rounding of a power of two, with an epsilon."""
+
+    amax_epsilon: float = 0.0
+
+
+@pytest.mark.parametrize(
+    ("scaling", "values", "dtype", "multiplier", "formula"),
+    [
+        (refops.CurrentScaling(E4M3), BELOW_6, F, F(448) / F(3), "448 / amax (0 or inf: 1; overflow: FLT_MAX)"),
+        (
+            refops.CurrentScaling(E4M3, amax_epsilon=6),
+            BELOW_6,
+            F,
+            F(448) / F(6),
+            "448 / max(amax, 6) (inf: 1; overflow: FLT_MAX)",
+        ),
+        (
+            refops.CurrentScaling(E4M3, amax_epsilon=0.5),
+            ZEROS,
+            F,
+            F(896),
+            "448 / max(amax, 0.5) (inf: 1; overflow: FLT_MAX)",
+        ),
+        (
+            refops.CurrentScaling(E4M3, amax_epsilon=1e-60),  # 0 in float32
+            ZEROS,
+            F,
+            F(1),
+            "448 / amax (0 or inf: 1; overflow: FLT_MAX)",
+        ),
+        (refops.CurrentScaling(E4M3), TINY, F, FLT_MAX, "448 / amax (0 or inf: 1; overflow: FLT_MAX)"),
+        (refops.CurrentScaling(E4M3), TINIEST, BF16, FLT_MAX, "448 / amax (0 or inf: 1; overflow: FLT_MAX)"),
+        (
+            refops.BlockScaling(E4M3, 1, amax_epsilon=6),
+            BELOW_6,
+            F,
+            F(64),
+            "448 / max(amax, 6) (inf: 1; overflow: FLT_MAX), mantissa cleared",
+        ),
+        (
+            refops.BlockScaling(E4M3, 1),
+            TINY,
+            F,
+            F(2.0**127),
+            "448 / amax (0 or inf: 1; overflow: FLT_MAX), mantissa cleared",
+        ),
+        (
+            refops.BlockScaling(E4M3, 1, power_2_scale=False),
+            TINIEST,
+            BF16,
+            np.uint32(0x7F7F0000).view(F),
+            "448 / amax (0 or inf: 1; overflow: 3.389531e+38)",
+        ),
+    ],
+)
+def test_formula_gives_the_encode_multiplier(scaling, values, dtype, multiplier, formula):
+    """An amax_epsilon and an overflow act in the formula that stands beside the number they make."""
+    walk = explain.explain_block(np.array([values], dtype), scaling)
+    step = next(step for step in walk.steps if step.name == "encode multiplier")
+    assert (step.value, step.formula) == (multiplier, formula)
+
+
+@pytest.mark.parametrize(
+    ("rounding", "byte", "formula"),
+    [
+        ("up", 121, "max(amax, 6) * f32(1/448), up to the next 2^(byte-127)"),
+        ("floor", 121, "127 + floor(log2 max(amax, 6)) - 8"),
+        ("even", 121, "127 + floor(log2 of max(amax, 6) rounded to the element's mantissa) - 8"),
+        ("ceil_ocp", 122, "127 + ceil(log2 max(amax, 6)) - 8"),
+    ],
+)
+def test_formula_gives_the_scale_byte(rounding, byte, formula):
+    scaling = EpsilonScaling(E4M3, scale_rounding=rounding, amax_epsilon=6.0)
+    walk = explain.explain_block(np.array([BELOW_6], F), scaling)
+    step = next(step for step in walk.steps if step.name == "scale byte")
+    assert (step.value, step.formula) == (byte, formula)
+
+
+def test_formula_names_the_cap_of_s_enc():
+    steps, _ = steps_of([1e-36, 2e-37], "nvfp4-1x16")
+    assert (steps["S_enc"].value, steps["S_enc"].formula) == (
+        FLT_MAX,
+        "448 * 6 / tensor amax (0 or inf: 1), at most FLT_MAX",
+    )
 
 
 @pytest.mark.parametrize("four_over_six", ["mae", "mse"])
