@@ -58,7 +58,8 @@ def update_delayed_scale(
 
     Row 0 of the history holds the newest amax. Per column: the scale becomes fmt.max * 2^-margin / amax, where
     amax is the history's maximum (NaN entries ignored) or its newest entry; it stays as it is where amax is 0, inf or
-    NaN, and overflow gives FLT_MAX. The history rolls by one and row 0 is cleared for the next step.
+    NaN, and overflow gives FLT_MAX. The history rolls by one towards row 0, whose entry goes to the end, and row 0 is
+    cleared for the next step: [8, 1, 7, 2] becomes [0, 7, 2, 8].
 
     Args:
         amax_history: float32 (L,) or (L, n).

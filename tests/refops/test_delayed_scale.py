@@ -26,6 +26,7 @@ TABLE = [
     ([0, 1, 7, 2], 5, E4M3, {}, [0, 1, 7, 2], 5),
     ([0, 1, 7, 2], 5, E4M3, {"keep_unused": False}, [0, 7, 2, 0], 64),
     ([1e-37, 0, 0, 0], 1, E4M3, {}, [0, 0, 0, 1e-37], FLT_MAX),
+    ([8, 1, 7, 2], 64, E4M3, {}, [0, 7, 2, 8], 56),
     ([INF, 1, 7, 2], 5, E4M3, {}, [0, 7, 2, INF], 5),
     ([7, 0, 0, 0], 1, E5M2, {"margin": 1}, [0, 0, 0, 7], 4096),
     # inf stays in the history and freezes "max" until it rolls out; "most_recent" goes on
