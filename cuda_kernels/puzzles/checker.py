@@ -145,6 +145,7 @@ def _check_all(puzzle, kernel, recorder):
                     failure.reason, *failure.details, _what_differs(cases[:number], case, order)
                 ) from None
             _judge_stores(kernel, run)
+            _judge_loads(run)
             _judge_order(run)
     _judge_accesses(puzzle, recorder)
     return len(cases)
@@ -336,6 +337,19 @@ def _judge_stores(kernel, run):
             if count > run.puzzle.stores:
                 reason = f"the result is right, but {named(thread)} stores {count} elements of {name}"
                 raise _WrongError(reason, f"input {run.case.what}", f"The part of one thread is {run.puzzle.stores}.")
+
+
+def _judge_loads(run):
+    """Raise _WrongError where two threads load an element that only one needs to load."""
+    found = evidence.two_readers(run)
+    if found is not None:
+        name, i, readers = found
+        raise _WrongError(
+            f"the result is right, but two threads load {name}[{i}]: {' and '.join(named(who) for who, _ in readers)}",
+            *dict.fromkeys(f"line {request.line}: {request.code}" for _, request in readers),
+            f"input {run.case.what}",
+            "One thread loads an element; what it knows reaches others by a shuffle or through shared memory.",
+        )
 
 
 def _judge_order(run):

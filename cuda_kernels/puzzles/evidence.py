@@ -42,6 +42,11 @@ class Run:
             for tz, ty, tx in np.ndindex(block[::-1]):
                 yield (tx, ty, tz), (bx, by, bz)
 
+    def thread(self, block, number):
+        """(thread_index, block_index) of the thread that has this number in a block."""
+        _, shape = self.puzzle.threads.shape(self.case.sizes)
+        return tuple(map(int, np.unravel_index(number, (*shape, 1, 1)[:3], order="F"))), block
+
     def requests_of_warps(self):
         """(block_index, number of the warp in its block, request), warp by warp."""
         size = math.prod(self.puzzle.threads.shape(self.case.sizes)[1])
@@ -236,6 +241,23 @@ def read_output(run):
                 return f"Line {request.line} reads {place}, an output, before any thread has stored it: it is not zero."
             touched.update((request.array, offset) for _, offset, _ in request.lanes)
     return ""
+
+
+def two_readers(run):
+    """(array, index, [(thread, request), ...]): an element that one thread alone may load, and the first two that do.
+
+    None if there is none. A thread is (thread_index, block_index).
+    """
+    readers = {}
+    for block, warp, request in run.requests_of_warps():
+        if request.kind == "load" and request.array in run.puzzle.one_reader:
+            size = carried(run.case.arrays[request.array]).itemsize
+            for lane, offset, _ in request.lanes:
+                place, reader = (request.array, offset // size), (run.thread(block, warp * WARP + lane), request)
+                first = readers.setdefault(place, reader)
+                if first[0] != reader[0]:
+                    return *place, [first, reader]
+    return None
 
 
 def two_stores(run):

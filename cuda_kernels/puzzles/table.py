@@ -72,6 +72,7 @@ class Puzzle:
         judge: function(arrays, got: name -> array) -> `refops.oracle.Report`; None: the spec's bits.
         sectors: most sectors that one step may touch, for each array whose accesses are judged.
         stores: most elements of one output that a thread may store.
+        one_reader: names of inputs of which one thread alone may load an element.
     """
 
     number: int
@@ -84,6 +85,7 @@ class Puzzle:
     judge: object = None
     sectors: dict | None = None
     stores: int = 1
+    one_reader: tuple = ()
 
     @property
     def name(self):
@@ -291,6 +293,7 @@ _ROWS = (
         ("amax",),
         block_amax_cases,
         ONE_EACH,
+        one_reader=("x",),
     ),
     Puzzle(
         6,
@@ -333,7 +336,16 @@ _ROWS = (
         sectors={"x": 1, "y": 1},
         stores=4,
     ),
-    Puzzle(10, "The gradient of a bias", holes.dbias, holes.dbias_spec, ("sums",), dbias_cases, STRIPS),
+    Puzzle(
+        10,
+        "The gradient of a bias",
+        holes.dbias,
+        holes.dbias_spec,
+        ("sums",),
+        dbias_cases,
+        STRIPS,
+        one_reader=("dy",),
+    ),
 )
 
 #: name -> `Puzzle`, in order.

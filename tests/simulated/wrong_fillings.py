@@ -9,6 +9,8 @@ FIRST_OF_BLOCK = "if i % 32 == 0:\n    "
 # block_amax
 LARGER = "largest = maximum(largest, cuda.shfl_xor_sync(WARP, largest, d))"
 STEPS = "for d in (16, 8, 4, 2, 1):\n    "
+WHOLE_BLOCK = "for k in range(i // 32 * 32, min(i // 32 * 32 + 32, count)):\n    "
+READ = "largest = maximum(largest, magnitude(x[k]))"
 # transpose
 BARRIER = "cuda.syncthreads()"
 TURNED = "row, column = row0 + tx, column0 + ty + k\n"
@@ -22,6 +24,7 @@ FIRST_ROW = "if ty == 0 and column < columns:\n    "
 OTHERS = "for k in range(1, 8):\n        "
 ADD = "total = total + partial[k, tx]"
 STORE = "\n    sums[column] = total"
+ADD_ROW = "total = total + casts.widen_bf16(dy[row * columns + column])"
 #: name of a puzzle -> {the cause that the verdict must name, and no other: [what goes into the holes, ...]}.
 CAUSES = {
     "add_bias": {
@@ -772,6 +775,13 @@ SHOWN = {
         ],
     },
     "block_amax": {
+        "the result is right, but two threads load x[1]: thread 1 of block 0 and thread 0 of block 0": [
+            (f"{FIRST_OF_BLOCK}{WHOLE_BLOCK}    {READ}",),
+            (f"largest = F(0)\n{FIRST_OF_BLOCK}{WHOLE_BLOCK}    {READ}",),
+        ],
+        "the result is right, but two threads load x[0]: thread 0 of block 0 and thread 1 of block 0": [
+            (f"{WHOLE_BLOCK}{READ}",),
+        ],
         "ValueError: a shuffle's distance must be below 32, the threads of a warp; got 32": [
             (f"for d in (32, 16, 8, 4, 2):\n    {LARGER}",),
         ],
@@ -901,6 +911,10 @@ SHOWN = {
         ],
     },
     "dbias": {
+        "the result is right, but two threads load dy[96]: thread 0 of block 0 and thread (0, 1) of block 0": [
+            (f"{FIRST_ROW}for row in range(1, rows):\n        if row % 8:\n            {ADD_ROW}{STORE}",),
+            (f"{FIRST_ROW}total = F(0)\n    for row in range(rows):\n        {ADD_ROW}{STORE}",),
+        ],
         "Line N reads partial[1, 0] before any thread has written it: is a barrier missing?": [
             (f"partial[ty, tx] = total\n{FIRST_ROW}{OTHERS}{ADD}{STORE}",),
         ],
