@@ -381,9 +381,8 @@ ANSWERS = {
         "This is the exponent of amax, rounded up; `bits` holds amax / 448.": lambda amax: exponent_of_amax(
             amax, 0x7FFFFF
         ),
-        "Every byte is cut to 254, so `byte` was larger: it is bits 23 to 30, moved down by 23.": byte_by(
-            lambda b, e, m: np.full(b.shape, 254)
-        ),
+        "Every byte is cut to 254, so `byte` was larger: it is bits 23 to 30, moved down by 23. (-bits of an unsigned "
+        "number is 2^32 - bits.)": byte_by(lambda b, e, m: np.full(b.shape, 254)),
         "Every byte is 0: no bit of the exponent is in it.": byte_by(lambda b, e, m: 0 * e),
         **{
             f"The bits are moved down by {distance}; the exponent field begins at bit 23.": byte_by(

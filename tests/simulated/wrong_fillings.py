@@ -327,7 +327,9 @@ CAUSES = {
         "The bits are rounded up, but moved down by 24; the exponent field begins at bit 23.": [
             ("np.uint32(bits + U32(0x7FFFFF)) >> U32(24)",),
         ],
-        "Every byte is cut to 254, so `byte` was larger: it is bits 23 to 30, moved down by 23.": [
+        "Every byte is cut to 254, so `byte` was larger: it is bits 23 to 30, moved down by 23. (-bits of an unsigned "
+        "number is 2^32 - bits.)": [
+            ("-(-bits // 2**23)",),
             ("bits & U32(0x7F800000)",),
             ("bits >> U32(16)",),
             ("bits",),
