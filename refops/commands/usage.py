@@ -1,6 +1,7 @@
 """What the commands share: exit codes, usage errors, and suggestions for misspelt names."""
 
 from contextlib import contextmanager
+from dataclasses import MISSING, fields
 
 from refops.arguments import similar_names
 from refops.survey import SCALINGS, match_names
@@ -22,9 +23,24 @@ def match(patterns, names, argument):
         (pattern,) = error.args
     similar = similar_names(pattern.strip("*"), names)
     if similar:
-        raise UsageError(f"{argument} matches nothing; got {pattern!r}: did you mean {listed(similar, 3)}?")
+        meant = listed(_with_the_default(similar) if names is SCALINGS else similar, 3)
+        raise UsageError(f"{argument} matches nothing; got {pattern!r}: did you mean {meant}?")
     most = len(SCALINGS) if names is SCALINGS else MOST_LISTED
     raise UsageError(f"{argument} must match one of {listed(names, most)}; got {pattern!r}")
+
+
+def _with_the_default(similar):
+    """Names of several scalings, the one that has its class's defaults marked and first, if there is just one."""
+    defaults = [name for name in similar if _has_the_defaults(SCALINGS[name].scaling)]
+    if len(similar) == 1 or len(defaults) != 1:
+        return similar
+    (default,) = defaults
+    return [f"{default} (the default)", *(name for name in similar if name != default)]
+
+
+def _has_the_defaults(scaling):
+    with_default = [field for field in fields(scaling) if field.default is not MISSING]
+    return all(getattr(scaling, field.name) == field.default for field in with_default)
 
 
 def match_one(pattern, names, argument):

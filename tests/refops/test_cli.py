@@ -190,7 +190,9 @@ def test_bad_use(run, arguments, parts):
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("nvfp4", "did you mean nvfp4-1x16, nvfp4-16x16, nvfp4-rht and 5 more?"),
+        ("nvfp4", "did you mean nvfp4-1x16 (the default), nvfp4-16x16, nvfp4-rht and 5 more?"),
+        ("e8m0", "did you mean e8m0-128x128 (the default), e8m0-1x128, e8m0-1x64?"),
+        ("block", "did you mean block-1x128, block-128x128, block-1x64?"),  # of two classes, each with its default
         ("Stochastic", "did you mean nvfp4-stochastic?"),
         ("delayed", "did you mean delayed-scale-1?"),
         ("mxpf8", "did you mean mxfp8, mxfp4?"),
