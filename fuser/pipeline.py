@@ -54,14 +54,13 @@ class ForwardStep:
     next_op_input_quantizer: Any
 
 
-#: How many rows the input of the pipeline that runs has before those that `pad` of `fuser.convert` appended, in forward
-#: and in backward, for who observes its tensors; None: nothing was appended.
+#: Rows of the running pipeline's input before `pad` appended zeros; None if it appended none. Observers read it.
 rows_before_padding: ContextVar[int | None] = ContextVar("fuser_rows_before_padding", default=None)
 
 
 @contextlib.contextmanager
 def padding(rows: int | None) -> Iterator[None]:
-    """Say that the pipelines of this block have so many rows of their own (`rows_before_padding`)."""
+    """Within the block, pipelines have `rows` rows of their own."""
     token = rows_before_padding.set(rows)
     try:
         yield
@@ -103,13 +102,9 @@ class FuserFunction(torch.autograd.Function):
 
 @contextlib.contextmanager
 def as_in_forward(func_ctx: Any) -> Iterator[None]:
-    """Restore backend, products and padding of the forward pass: a GPU's autograd thread sees no context variables."""
+    """Restore backend and products of the forward pass: a GPU's autograd thread sees no context variables."""
     with one_backend(func_ctx.backend), products_in_force(func_ctx.products):
-        if func_ctx.own_rows is None:
-            yield
-            return
-        with padding(func_ctx.own_rows):
-            yield
+        yield
 
 
 def refuse_double_backward() -> None:
@@ -360,16 +355,24 @@ def run_backward(
     func_ctx: Any, grad_output: torch.Tensor, grad_extra_outputs: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, list[Any], list[Any]]:
     """Run the operations' backward in reverse. Nothing on `func_ctx` is used up: a retained graph runs again."""
-    basic_ops, contexts, routes = func_ctx.basic_ops, func_ctx.contexts, func_ctx.routes
     for quantizer, usages in func_ctx.quantizer_usages:
         quantizer.set_usage(**usages)
     # The shells stay empty for the next backward; copies of them get the buffers, and go when this one is done.
     shells = [None if shell is None else _copy_shell(shell) for shell in func_ctx.tensor_objects]
+    # Not within `padding`: under torch's checkpoint this computes forward passes of other pipelines again.
     saved = restore_from_saved(shells, list(func_ctx.saved_tensors))
-    for context in contexts:
+    for context in func_ctx.contexts:
         context.saved_tensors = saved[slice(*(context._saved_tensors_range or (0, 0)))]
     del saved, shells
+    with padding(func_ctx.own_rows):
+        return _run_backward_ops(func_ctx, grad_output, grad_extra_outputs)
 
+
+def _run_backward_ops(
+    func_ctx: Any, grad_output: torch.Tensor, grad_extra_outputs: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor | None, list[Any], list[Any]]:
+    """`run_backward` with the saved tensors in the contexts of the operations."""
+    basic_ops, contexts, routes = func_ctx.basic_ops, func_ctx.contexts, func_ctx.routes
     if len(grad_extra_outputs) != len(routes.public_outputs):
         raise ValueError(
             f"Expected grads for {len(routes.public_outputs)} extra tensor outputs, but got {len(grad_extra_outputs)}"

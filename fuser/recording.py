@@ -25,7 +25,7 @@ from fuser.dtypes import HIGH_PRECISION
 from fuser.op import BasicOperation
 from fuser.pipeline import rows_before_padding
 from fuser.quantization.quantizer import Quantizer, quantization_observers
-from fuser.quantization.quantizers import is_replaying
+from fuser.quantization.quantizers import is_computing_again
 from refops.arguments import did_you_mean, dimensions, require_integer, shown
 from refops.display.console import make_table, print_table, stdout_console
 from refops.display.numbers import decibels, percent, significant
@@ -96,7 +96,7 @@ class Statistics:
             was in the steps that were measured: their forward was not called, or not under a recipe. A parent may
             read their weight. Known when the context is left.
         step: number of the forward pass that runs or ran last; -1 before the first. What is computed again in
-            a backward pass is no pass of its own.
+            a backward pass is no pass of its own, and leaves no records of inputs and weights.
     """
 
     def __init__(self, model: torch.nn.Module, every: int) -> None:
@@ -127,17 +127,19 @@ class Statistics:
         self._hook = None
 
     def _count(self, *_: Any) -> None:
-        in_backward = torch._C._current_graph_task_id() != -1
-        if not in_backward and not is_replaying():
+        if not is_computing_again():
             self.step += 1
 
     def _observe(self, quantizer: Quantizer, original: Callable[[], torch.Tensor], quantized: Any) -> None:
-        if self.step < 0 or self.step % self._every or is_replaying():
+        if self.step < 0 or self.step % self._every:
             return
         role = self._role_of(quantizer)
         if role is None:
             return
-        (layer, tensor), x = role, original().detach()
+        layer, tensor = role
+        if is_computing_again() and not tensor.startswith("grad_output"):
+            return  # the first pass has been recorded
+        x = original().detach()
         rows = None if tensor.startswith("weight") else rows_before_padding.get()
         measured = _measured(x, quantized, rows)
         if measured is not None:

@@ -21,7 +21,12 @@ from fuser.conversion.rules import Rule
 from fuser.op import BasicOperation, FusibleOperation
 from fuser.pipeline import ForwardStep, forward_observers, rows_before_padding
 from fuser.quantization.contexts import autocast
-from fuser.quantization.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, Float8Quantizer
+from fuser.quantization.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    is_computing_again,
+)
 from fuser.quantization.state import FP8GlobalStateManager
 from fuser.quantization.storage import QuantizedTensorStorage
 from fuser.recipe import Recipe
@@ -246,13 +251,18 @@ def _made_loss(result: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _listening(model: torch.nn.Module) -> Iterator[Calls]:
-    """Collect what layers take and return: of operations from their pipelines, which hooks would split."""
+    """Collect what layers take and return: of operations from their pipelines, which hooks would split.
+
+    Calls that a backward pass makes again, under a checkpoint, are left out.
+    """
     calls = Calls()
     operations = list(operations_of(model))
     layer_with = {op: layer for layer, op in operations}
     ending = set(dict(operations).values())
 
     def observe(fuser: Any, step: ForwardStep) -> None:
+        if is_computing_again():
+            return
         first, last = fuser._basic_ops[0], fuser._basic_ops[step.basic_op_indices[-1]]
         if first in layer_with and step.basic_op_indices[0] == 0:
             calls.inputs.setdefault(layer_with[first], []).append(_own_rows(step.input))
@@ -270,6 +280,8 @@ def _listening(model: torch.nn.Module) -> Iterator[Calls]:
         if name and is_layer and not runs_operations and layer_of(name) == name:
 
             def keep(_: Any, args: Any, kwargs: Any, result: Any, name: str = name) -> None:
+                if is_computing_again():
+                    return
                 calls.first[name] = name
                 for found, tensors in ((calls.inputs, [args, kwargs]), (calls.outputs, result)):
                     found.setdefault(name, []).extend(tensor.detach() for tensor in _tensors(tensors)[:1])

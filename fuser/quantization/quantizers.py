@@ -114,6 +114,11 @@ def is_replaying() -> bool:
     return _tape.replaying
 
 
+def is_computing_again() -> bool:
+    """Whether a forward pass that runs now is one that a backward pass makes again, for whichever checkpoint."""
+    return is_replaying() or torch._C._current_graph_task_id() != -1
+
+
 def _fp8_dtype(value):
     dtype = DType.of(value)
     if dtype not in (DType.kFloat8E4M3, DType.kFloat8E5M2):

@@ -1,6 +1,7 @@
 """`fuser.compare` and `fuser.statistics`: right numbers, and a model that is as it was."""
 
 import copy
+import functools
 import gc
 import logging
 import math
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.nn.utils import prune
 
@@ -17,7 +19,7 @@ import fuser
 import refops
 from cuda_kernels import messages
 from fuser import comparison, ops, recording
-from fuser.pipeline import forward_observers
+from fuser.pipeline import forward_observers, rows_before_padding
 from fuser.quantization.quantizer import quantization_observers
 from fuser.quantization.state import DelayedScalingRequest, FP8GlobalStateManager
 from fuser.recipe import (
@@ -92,6 +94,24 @@ class Routed(nn.Module):
     def forward(self, x):
         x = self.layer(x)
         return x + self.route(self.expert, x, self.chosen(x))
+
+
+class Recomputed(nn.Module):
+    """Layers with a mean over all rows before the last one, which `pad` appends to; `checkpoint` calls them."""
+
+    def __init__(self, checkpoint):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.n, self.b, self.checkpoint = nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32), checkpoint
+
+    def forward(self, x):
+        return self.checkpoint(lambda x: self.b(self.n(self.a(x).relu()).mean((0, 1))), x)
+
+
+CHECKPOINTS = [
+    functools.partial(checkpoint, use_reentrant=False)
+    for checkpoint in (fuser.checkpoint, torch.utils.checkpoint.checkpoint)
+]
 
 
 def fewer_rows(expert, x, chosen):
@@ -393,6 +413,15 @@ class TestWhatIsCompared:
         assert not any(layer.moved for layer in layers.values())
         assert all(0.01 < layer.output < 0.1 for layer in layers.values())
         assert "moved" not in str(found)
+
+    @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+    def test_what_is_computed_again_in_backward_is_not_compared(self, checkpoint):
+        x = inputs(3, 32, 32).requires_grad_()
+        found, plain = (compared(Recomputed(call), x) for call in (checkpoint, lambda layers, x: layers(x)))
+        assert [layer.layer for layer in found.recipes[0].layers] == ["a", "n", "b", ""]
+        for one, other in zip(found.recipes[0].layers, plain.recipes[0].layers, strict=True):
+            assert (one.output, one.gradient, one.moved) == (other.output, other.gradient, False)
+            assert one.output > 0
 
     def test_a_gradient_that_a_recipe_takes_away_is_zero(self):
         x = inputs(32, 64)
@@ -857,6 +886,22 @@ class TestStatistics:
                 value = getattr(plain.measurement, name)
                 assert getattr(padded.measurement, name) == pytest.approx(value, rel=1e-12, abs=0), name
 
+    @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+    def test_rows_of_layers_that_are_computed_again_are_their_own(self, checkpoint, monkeypatch):
+        """Backward of a padded layer has those before it computed again."""
+        model = fuser.convert(Recomputed(checkpoint), MXFP8BlockScaling(), pad=True)
+        sizes = []
+        monkeypatch.setattr(
+            "fuser.pipeline.forward_observers",
+            [lambda _, step: sizes.append((step.input.shape[0], rows_before_padding.get()))],
+        )
+        with fuser.statistics(model) as s:
+            model(inputs(3, 32, 32).requires_grad_()).sum().backward()
+        assert len(sizes) > 6 and set(sizes) == {(3, None), (32, 1)}
+        forward = [("a input", (3, 32, 32)), ("a weight", (32, 32)), ("b input", (1, 32)), ("b weight", (32, 32))]
+        backward = [("b grad_output", (1, 32)), ("a grad_output", (3, 32, 32))]
+        assert [(record.name, record.shape) for record in s.records] == [*forward, *backward]
+
     def test_steps_are_forward_passes(self):
         """Not casts, of which a layer that is called twice has two, nor what is computed again in backward."""
         model = fuser.convert(Twice(), MXFP8BlockScaling())
@@ -866,14 +911,14 @@ class TestStatistics:
         (line,) = (line for line in str(s).splitlines() if line.startswith("layer input"))
         assert line.split()[4] == "1"
 
-    @pytest.mark.parametrize(("checkpoint", "casts"), [(fuser.checkpoint, 2), (torch.utils.checkpoint.checkpoint, 4)])
-    def test_what_is_computed_again_is_no_step(self, checkpoint, casts):
+    @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+    def test_what_is_computed_again_is_no_step(self, checkpoint):
         model, x = fuser.convert(Twice(), MXFP8BlockScaling()), inputs(32, 64).requires_grad_()
         with fuser.statistics(model) as s:
-            checkpoint(model, x, use_reentrant=False).sum().backward()
+            checkpoint(model, x).sum().backward()
         assert s.step == 0
         assert {record.step for record in s.records} == {0}
-        assert len(s.of("layer", "input")) == casts
+        assert [len(s.of("layer", tensor)) for tensor in ("input", "weight", "grad_output")] == [2, 2, 2]
 
     def test_quantizers_of_others_are_looked_up_once(self, monkeypatch):
         model = fuser.convert(nn.Linear(64, 64), MXFP8BlockScaling())
