@@ -72,7 +72,7 @@ def convert(
     | module of `torch.nn` | becomes |
     |---|---|
     | `Linear` | `ops.BasicLinear`, `ops.Bias`: quantized operands in forward and backward |
-    | GPT-2's `Conv1D`: modules of that name that compute `x @ weight + bias` | the same, with the weight transposed |
+    | GPT-2's `Conv1D`: a class of that name | the same, with the weight transposed |
     | `LayerNorm`, `RMSNorm` with a weight | `ops.LayerNorm`, `ops.RMSNorm`: statistics in float32 |
     | `ReLU`, `SiLU`, `GELU(approximate="tanh")`, none in place | the operation of that name |
     | `Sequential` | itself; neighbours that were converted run as one pipeline, with its fusions |
@@ -81,6 +81,9 @@ def convert(
     of parameters are not touched. `isinstance(module, torch.nn.Linear)` still holds, and `in_features`,
     `normalized_shape`, `eps` and the like are there. `module.recipe` is what a module quantizes with; it can be
     assigned to, also None. Inside of a `fuser.autocast` of the caller's that one decides, also to switch it off.
+
+    A `Conv1D` is tried out: it is converted if it holds no tensors and modules but a weight and a bias, and its forward
+    computes `x @ weight + bias` with the other attributes that it has at the time, in training and evaluation.
 
     What is not converted: subclasses of these modules, whose forward may do more (LoRA layers, say); convolutions,
     recurrent layers, `Bilinear`; attention's own products in `MultiheadAttention`; `LazyLinear` before its first

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import math
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -17,7 +18,6 @@ from torch.nn.utils import parametrize
 from fuser import ops
 from fuser.common import in_autocast
 from fuser.dispatch import computes_in
-from fuser.dtypes import HIGH_PRECISION
 from fuser.fuser import OperationFuser
 from fuser.op import BasicOperation
 from fuser.pipeline import padding
@@ -41,6 +41,8 @@ _COMPUTED = (
     "operations of fuser can't be part of a graph: a weight or bias is no plain parameter, but a tensor that "
     "a parametrization, a weight norm, FSDP or functional_call put in its place, or the transposed one of a Conv1D"
 )
+#: How names end of what `torch.nn.utils` computes a weight from: prune, weight_norm and spectral_norm.
+_COMPUTED_FROM = re.compile("_(orig|mask|g|v|u)$")
 _REPLACED = (
     "operations of fuser can't be part of a graph: a parameter was replaced in the compiled function, "
     "as by functional_call"
@@ -201,10 +203,11 @@ def refuse_dtypes(pipeline: OperationFuser, input: torch.Tensor) -> None:
         if weight is None:
             continue
         which = f"the weight of {op.name!r}" if op.name else "the weight"
-        if weight.dtype not in HIGH_PRECISION:
+        if not computes_in(weight.dtype):
             raise ValueError(
-                f"model must have weights of float32, float16 or bfloat16 where it was converted; {which} is of "
-                f"{weight.dtype}. Give it one of these dtypes, or make it torch's again: fuser.convert(model, None)"
+                "model must have weights of float32, float16 or bfloat16, or of float64 under "
+                f"fuser.backend('float64'), where it was converted; {which} is of {weight.dtype}. Give it one of these "
+                "dtypes, or make it torch's again: fuser.convert(model, None)"
             )
         if weight.dtype != input.dtype:
             raise RuntimeError(
@@ -214,7 +217,7 @@ def refuse_dtypes(pipeline: OperationFuser, input: torch.Tensor) -> None:
 
 
 def is_a(value: Any, home: str, name: str) -> bool:
-    """Whether a value is of a class of a module, which there is none of before that is imported."""
+    """Whether a value is of class `name` of module `home`; False before that is imported."""
     return isinstance(value, getattr(sys.modules.get(home), name, ()))
 
 
@@ -306,7 +309,7 @@ class ConvertedConv1D(ConvertedProduct):
     """
 
     def extra_repr(self) -> str:
-        """The sizes, as GPT-2's class prints them, and what others print."""
+        """nf and nx, as GPT-2's class prints them, then recipe and card."""
         module: Any = self
         nx, nf = module.weight.shape
         return f"nf={nf}, nx={nx}, {super().extra_repr()}"
@@ -318,29 +321,48 @@ class ConvertedConv1D(ConvertedProduct):
         return {**present, "weight": present["weight"].t()}
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Of the class that it had: the converted one is made anew."""
+        """Pickles name the original class; loading makes the converted one again."""
         made: Any = super().__reduce_ex__(protocol)
         _, _, *state = made
         return _new_conv1d, (torch_class(self),), *state
 
 
 def _new_conv1d(cls: type) -> Converted:
-    made: Any = conversion_of(cls)
-    return made.__new__(made)
+    made: Any = object.__new__(_conversion_of_conv1d(cls))
+    return made
 
 
-def _is_conv1d(cls: type) -> bool:
-    """Whether a class is a `Conv1D`: of that name, and found to compute x @ weight + bias."""
-    if cls.__name__ != "Conv1D" or not issubclass(cls, torch.nn.Module):
+def _conversion_of_conv1d(cls: type) -> type[Converted]:
+    if cls not in CONVERTED:
+        CONVERTED[cls] = type("ConvertedConv1D", (ConvertedConv1D, cls), {})
+    return CONVERTED[cls]
+
+
+def _is_conv1d(module: torch.nn.Module) -> bool:
+    """Whether a module, of a class named `Conv1D`, computes x @ weight + bias with the attributes that it has now.
+
+    One that holds tensors or modules beside weight and bias is none: it may use them once they have other values.
+    """
+    cls: Any = torch_class(module)
+    children: dict[str, Any] = dict(module._modules)
+    tensors: dict[str, Any] = {**module._parameters, **module._buffers, **children.pop("parametrizations", {})}
+    operands = {_COMPUTED_FROM.sub("", name) for name, value in tensors.items() if value is not None}
+    if children or operands not in ({"weight"}, {"weight", "bias"}):
         return False
-    probe: Any = cls.__new__(cls)
-    torch.nn.Module.__init__(probe)
+    if any(value.ndim != 2 for name, value in module._parameters.items() if value is not None and name != "bias"):
+        return False
     count = functools.partial(torch.arange, dtype=torch.float64, device="cpu")  # whatever autocast and device there are
-    probe.weight, probe.bias = torch.nn.Parameter(count(15).view(3, 5)), torch.nn.Parameter(count(5))
-    probe.nf, x = 5, count(24).view(2, 4, 3)
+    nx, nf = 3, 5
+    weight, bias, x = count(nx * nf).view(nx, nf), count(nf), count(8 * nx).view(2, 4, nx)
+    wanted = x @ weight + bias if "bias" in operands else x @ weight
+    own = {name: value for name, value in vars(module).items() if name not in ("weight", "bias", "forward")}
+    own |= {"nx": nx, "nf": nf, "_buffers": {}, "_modules": {}, "_parameters": {"weight": torch.nn.Parameter(weight)}}
+    own["_parameters"]["bias"] = torch.nn.Parameter(bias) if "bias" in operands else None
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            return torch.equal(cls.forward(probe, x), x @ probe.weight + probe.bias)
+            probe: Any = object.__new__(cls)
+            probe.__dict__.update(own)
+            return all(torch.equal(cls.forward(probe.train(training), x), wanted) for training in (True, False))
     except Exception:  # of a forward that needs more than these, or other arguments
         return False
 
@@ -403,10 +425,11 @@ CONVERTED: dict[type, type[Converted]] = {
 }
 
 
-def conversion_of(cls: type) -> type[Converted] | None:
-    """What modules of a class become; None: they stay what they are."""
-    if cls not in CONVERTED and _is_conv1d(cls):
-        CONVERTED[cls] = type("ConvertedConv1D", (ConvertedConv1D, cls), {})
+def conversion_of(module: torch.nn.Module) -> type[Converted] | None:
+    """What a module becomes; None: it stays what it is."""
+    cls = torch_class(module)
+    if cls.__name__ == "Conv1D":
+        return _conversion_of_conv1d(cls) if _is_conv1d(module) else None
     return CONVERTED.get(cls)
 
 

@@ -47,7 +47,7 @@ KINDS = (*CONVERTED, *_OTHER_PRODUCTS, torch.nn.MultiheadAttention)
 def may_become(module: Any) -> bool:
     """Whether a module computes what the operation does, dtypes and sizes aside."""
     cls = torch_class(module)
-    if conversion_of(cls) is None or "forward" in vars(module):
+    if conversion_of(module) is None or "forward" in vars(module):
         return False
     if cls is torch.nn.GELU:
         return module.approximate == "tanh"
@@ -57,7 +57,7 @@ def may_become(module: Any) -> bool:
 def reason_to_leave(module: torch.nn.Module, recipe: Recipe, name: str) -> str | None:
     """Why products of a module stay in high precision despite a recipe; None if they do not."""
     cls = torch_class(module)
-    if issubclass(conversion_of(cls) or cls, ConvertedProduct):
+    if issubclass(conversion_of(module) or cls, ConvertedProduct):
         if "forward" in vars(module):
             return "its forward was replaced on the object"
         dtype = next(module.parameters()).dtype  # without computing a weight that is parametrized

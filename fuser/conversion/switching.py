@@ -26,7 +26,7 @@ _SETTINGS = ("recipe", "pad", "_name", "_pipeline", "_ready", "_notice", "_made_
 def become(module: Any, recipe: Any, *, pad: bool, name: str, notice: Notice) -> None:
     if not isinstance(module, Converted):
         own = {name: vars(module)[name] for name in _SETTINGS if name in vars(module)}
-        cls: Any = conversion_of(torch_class(module))
+        cls: Any = conversion_of(module)
         module.__class__ = _own_class(module, cls)
         module._own_attributes = own
         module._pipeline, module._ready = None, WhenTraced(module._prepare)

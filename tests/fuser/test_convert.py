@@ -187,6 +187,64 @@ class TestConv1D:
         with pytest.raises(ValueError, match="what it computes with weight is not quantized"):
             fuser.convert(Scaled(64, 64), MXFP8BlockScaling(), strict=True)
 
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda m: setattr(m, "scale", 2.0),
+            lambda m: setattr(m, "dropout", 0.5),
+            lambda m: m.register_parameter("other", nn.Parameter(torch.zeros(()))),
+            lambda m: m.register_buffer("other", torch.zeros(())),
+            lambda m: setattr(m, "other", nn.Identity()),
+            lambda m: setattr(m, "weight", nn.Parameter(torch.ones(2, 64, 64))),
+            lambda m: setattr(m, "weight", nn.UninitializedParameter()),
+            lambda m: setattr(m, "bias", None),
+        ],
+        ids=["attribute", "training", "parameter", "buffer", "module", "dimensions", "lazy", "bias"],
+    )
+    @pytest.mark.filterwarnings("ignore:left in high precision")
+    def test_modules_of_one_class_are_judged_one_by_one(self, change):
+        class Scaled(Conv1D):
+            scale, dropout = 1.0, 0.0
+
+            def forward(self, x):
+                return nn.functional.dropout(super().forward(x) * self.scale, self.dropout, self.training)
+
+        Scaled.__name__ = "Conv1D"
+        model = nn.ModuleList([Scaled(64, 64), Scaled(64, 64)])
+        change(model[1])
+        for _ in range(2):  # also where one of the class was converted before
+            fuser.convert(model, MXFP8BlockScaling())
+            assert [isinstance(module, conversion.ConvertedConv1D) for module in model] == [True, False]
+
+    def test_a_forward_without_a_bias(self):
+        class Product(Conv1D):
+            def forward(self, x):
+                return x @ self.weight
+
+        Product.__name__ = "Conv1D"
+        conv, x = Product(64, 64), inputs(32, 64)
+        linear = self.linear(conv)
+        with pytest.raises(ValueError, match="what it computes with weight is not quantized"):
+            fuser.convert(conv, MXFP8BlockScaling(), strict=True)  # whose bias has no part in it
+        conv.bias = linear.bias = None
+        assert torch.equal(*(fuser.convert(one, MXFP8BlockScaling(), strict=True)(x) for one in (conv, linear)))
+
+    def test_classes_that_are_made_with_arguments(self):
+        class Made(Conv1D):
+            def __new__(cls, nf, nx):
+                return super().__new__(cls)
+
+        class Other(Made):
+            def forward(self, x):
+                return 2 * super().forward(x)
+
+        Made.__name__ = Other.__name__ = "Conv1D"
+        model, x = Made(64, 64), inputs(32, 64)
+        fuser.convert(model, MXFP8BlockScaling(), strict=True)
+        assert torch.equal(copy.deepcopy(model)(x), model(x))
+        with pytest.raises(ValueError, match="what it computes with weight is not quantized"):
+            fuser.convert(Other(64, 64), MXFP8BlockScaling(), strict=True)
+
 
 class TestTheModelIsTheSame:
     def test_objects_names_and_keys(self):
@@ -1177,7 +1235,11 @@ class TestWhatIsLeft:
                 ValueError, match=r"the weight of '0' is of torch.float64\. .* fuser.convert\(model, None\)"
             ):
                 part(inputs(32, 32).double())
-        assert fuser.convert(model, None)(inputs(32, 32).double()).dtype == torch.float64
+        with fuser.backend("float64"), fuser.autocast(enabled=False):
+            y = model(inputs(32, 32).double())
+        plain = fuser.convert(model, None)(inputs(32, 32).double())
+        assert plain.dtype == y.dtype == torch.float64
+        torch.testing.assert_close(y, plain, rtol=1e-13, atol=1e-13)
 
     @pytest.mark.parametrize(
         ("build", "compiled"),
