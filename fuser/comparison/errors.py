@@ -13,8 +13,8 @@ from fuser.comparison.findings import LayerComparison, RecipeComparison
 from fuser.comparison.steps import Calls, Outcome
 from fuser.recording import QuantizationRecord, grouped, layer_of
 
-#: Relative error of a layer's input, or error of one row relative to how far rows are apart, from which on rows may be
-#: others.
+#: From this relative error of a layer's input on, or this error of a row relative to the distance between rows, rows
+#: may be others.
 OTHER_ROWS = 0.7
 #: How many rows of a layer's input are looked up among all of its rows, those with the largest errors.
 MOST_LOOKED_UP = 256
@@ -80,11 +80,13 @@ def compared_steps(name: str, base: Outcome, step: Outcome) -> RecipeComparison:
 
 def _moved(layer: str, base: Calls, step: Calls) -> bool:
     """Whether a layer's calls have other rows than in the step that is compared with, as far as they tell."""
-    if not layer or layer not in base.outputs:
+    if not layer:
         return False
-    first = step.first.get(layer)
-    if first is None:
+    if (layer in base.first) != (layer in step.first):
         return True
+    if layer not in base.outputs:
+        return False
+    first = step.first[layer]
     found, wanted = step.inputs.get(first, []), base.inputs.get(first, [])
     if not found or not wanted:
         return False
@@ -98,9 +100,10 @@ def _exchanged(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) ->
     """Whether a row of an input is one that the layer had in another place in the step that is compared with.
 
     Then its error is as large as rows are apart, and that other row is not half as far from it as its own. Rows that
-    have become alike, having lost what told them apart, are no others.
+    became alike do not count.
     """
-    if len({one.shape[-1:] for one in wanted}) > 1 or not all(one.ndim > 1 and one.numel() for one in wanted):
+    every = [*found, *wanted]
+    if len({one.shape[-1:] for one in every}) > 1 or not all(one.ndim > 1 and one.numel() for one in every):
         return False
     a, b = (torch.cat([one.reshape(-1, one.shape[-1]).float() for one in tensors]) for tensors in (found, wanted))
     errors, apart = (a - b).norm(dim=1).nan_to_num(0.0), (b - b.mean(0)).norm() / len(b) ** 0.5

@@ -44,10 +44,10 @@ class LayerComparison:
         gradient: error of the gradients of its own parameters, which are zeros where a step has none; None: neither
             step has any.
         moved: whether its input holds other rows than in the step that is compared with, since something before it (a
-            router) chose otherwise: `output` is None then. It is taken for that where numbers of rows or calls differ,
-            the input has an error of 0.7 or more, or a row of it is nearer to another row of that step than to its own:
-            not half as far, with an error of 0.7 of how far rows are apart. A few rows that the layer did not have at
-            all there are errors.
+            router) chose otherwise: `output` is None then. It is taken for that where only one of the steps called
+            the layer, numbers of rows or calls differ, the input has an error of 0.7 or more, or a row of it is nearer
+            to another row of that step than to its own: not half as far, with an error of 0.7 of how far rows are
+            apart. A few rows that the layer did not have at all there are errors.
         records: its quantized tensors, `QuantizationRecord`s. One that is all zero though the layer has gradients in
             the step that is compared with has the error 1.0, an SQNR of 0 dB; one that is zero in both has no SQNR.
     """
@@ -219,12 +219,15 @@ class Comparison:
                 refused.setdefault(rule, []).append(found.recipe)
         notes += [f"Under {', '.join(those)}: {rule}." for rule, those in refused.items()]
         parts += [*notes, ""] if notes else []
-        for title, cell in (("output", _output_cell), ("gradients", _gradient_cell)):
+        for title, cell, legend in (
+            ("output", _output_cell, _LEGEND_OF_OUTPUTS),
+            ("gradients", _gradient_cell, _LEGEND_OF_GRADIENTS),
+        ):
             cells = {layer: [text or "-" for text in row] for layer, row in self._by_layer(cell).items()}
             if cells:
                 parts += [f"Error of each layer's {title}:", "", *_tables("layer", names, cells)]
-            legend = [line for word, line in _LEGEND.items() if any(word in row for row in cells.values())]
-            parts += [*legend, ""] if legend else []
+            lines = [line for word, line in legend.items() if any(word in row for row in cells.values())]
+            parts += [*lines, ""] if lines else []
         tensors = self._tensors()
         if tensors:
             cells = {tensor: [sqnr_cell(records) for records in found] for tensor, found in tensors.items()}
@@ -341,11 +344,12 @@ def _gradient_cell(layer: LayerComparison) -> str | None:
 
 
 #: What the cells of the tables of errors mean that hold no number.
-_LEGEND = {
-    "moved": "moved: its input holds other rows than in the step that is compared with, or it was not called: "
-    "something before it (a router) chose otherwise. The errors of its gradients have that in them.",
-    "-": "-: it was not seen, as inside of one kernel with its neighbours.",
+_LEGEND_OF_OUTPUTS = {
+    "moved": "moved: its input holds other rows than in the step that is compared with, or only one of the two steps "
+    "called it: something before it (a router) chose otherwise. The errors of its gradients have that in them.",
+    "-": "-: it was not seen: not called, or inside of one kernel with its neighbours.",
 }
+_LEGEND_OF_GRADIENTS = {"-": "-: neither this step nor the one that is compared with has a gradient of it."}
 
 
 def _in_decibels(grid: dict[str, list[float | None]]) -> dict[str, list[float | None]]:

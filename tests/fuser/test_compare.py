@@ -388,6 +388,25 @@ class TestWhatIsCompared:
         assert title.startswith("Output of each layer, n/a or left out where it got other rows:")
         assert [label.get_text() for label in figure[0].axes[0].get_yticklabels()] == ["layer", "(model)"]
 
+    def test_layers_that_one_of_the_steps_calls(self):
+        """Another expert has the rows under a recipe than without one: of both, legends say what is not a number."""
+        x = inputs(32, 64)
+        model = Routed(x, lambda experts, x, chosen: experts[0 if chosen else 2](x))
+        found = compared(model, x, {"mx": MXFP8BlockScaling(), "none": None})
+        quantized, plain = ({layer.layer: layer for layer in one.layers} for one in found.recipes)
+        assert [name for name, layer in quantized.items() if layer.moved] == ["expert.0", "expert.2"]
+        assert not any(layer.moved for layer in plain.values())
+        outputs, gradients = str(found).split("Error of each layer's gradients:")
+        (row,) = (line.split() for line in outputs.splitlines() if line.startswith("expert.2"))
+        assert row == ["expert.2", "moved", "-"]
+        assert "or only one of the two steps called it" in " ".join(outputs.split())
+        assert [line for line in outputs.splitlines() if line.startswith("-:")] == [
+            "-: it was not seen: not called, or inside of one kernel with its neighbours."
+        ]
+        assert [line for line in gradients.splitlines() if line.startswith("-:")] == [
+            "-: neither this step nor the one that is compared with has a gradient of it."
+        ]
+
     def test_rows_in_other_places_are_told_from_errors(self):
         rows = inputs(64, 32) + 10
         noisy = rows + 0.3 * inputs(64, 32, seed=2)
@@ -402,6 +421,7 @@ class TestWhatIsCompared:
         for found, wanted in ((noisy, rows), (noisy, rows_alike), (lost, rows), (new, rows), (1.05 * ray, ray)):
             assert not exchanged([found], [wanted])
         assert not exchanged([torch.ones(2, 0)], [torch.ones(2, 0)])
+        assert not exchanged([swapped.view(32, 64)], [rows])  # as many numbers, in rows of another length
         assert not exchanged([torch.ones(2, 1), torch.ones(2, 3)], [torch.ones(2, 1), torch.ones(2, 3)])
 
     def test_layers_that_get_the_same_rows_have_errors(self):
