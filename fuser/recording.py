@@ -322,7 +322,9 @@ def quantizers_of(model: torch.nn.Module) -> Iterator[tuple[Quantizer, str, str]
 def _measured(
     x: torch.Tensor, quantized: Any, rows: int | None = None
 ) -> tuple[tuple[int, ...], float, Measurement, int] | None:
-    """Shape, amax, measurement and how many are not finite, of the first `rows`; behind them are zeros. None: of all.
+    """Of the first `rows` (None: all): shape, amax, measurement, number of non-finite elements.
+
+    The rows behind must be zeros.
 
     None for a tensor without elements, of another dtype or of a format of its own.
     """

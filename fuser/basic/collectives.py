@@ -27,7 +27,10 @@ def _exchangeable(tensor: Any, process_group: torch.distributed.ProcessGroup | N
 
 
 class _Collective(BasicOperation):
-    #: Functions of (tensor, process group): of the input, and of the output's gradient, which else stays as it is.
+    """Exchanges its input, and perhaps the output's gradient, between the ranks of a group."""
+
+    #: Functions of (tensor, process group): of the input, and of the output's gradient; None: the gradient passes
+    #: unchanged.
     move: ClassVar[Callable[..., torch.Tensor]]
     move_gradient: ClassVar[Callable[..., torch.Tensor] | None] = None
 

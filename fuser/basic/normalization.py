@@ -240,7 +240,7 @@ def _dtype_of_torch(
 ) -> torch.dtype:
     """The dtype in which torch's module returns an input, in the autocast in force, whose dtype is `of_autocast`.
 
-    The weight's, outside of autocast, for an input that torch takes no such weight with.
+    Outside of autocast it is the weight's dtype if torch refuses this input with this weight.
     """
     module = getattr(torch.nn, norm)(1, elementwise_affine=of_autocast is None, device=device, dtype=of_weight)
     try:

@@ -22,7 +22,7 @@ class Identity(BasicOperation):
         return input_
 
     def passed_through(self, input_: Any) -> Any:
-        """The output as a view of the input, in torch's sense."""
+        """The output as autograd sees it."""
         return input_
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> Any:
@@ -43,7 +43,7 @@ class Reshape(BasicOperation):
         return input_.reshape(*self._shape)
 
     def passed_through(self, input_: torch.Tensor) -> torch.Tensor:
-        """The output, in autograd's eyes."""
+        """The output as autograd sees it."""
         return input_.reshape(*self._shape)
 
     def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> Any:

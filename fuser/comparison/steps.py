@@ -67,7 +67,14 @@ class Calls:
 
 @dataclass
 class Outcome:
-    """What is compared of a step. The last six: of `RecipeComparison`."""
+    """What is compared of a step.
+
+    Attributes:
+        output: the tensors of the model's output, without its loss.
+        calls: of its layers.
+        gradients: of its parameters, by name.
+        unmeasured, idle, warmed_up, left, coverage, refused_on_gpus: see `RecipeComparison`.
+    """
 
     loss: float
     output: list[torch.Tensor]

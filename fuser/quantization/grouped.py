@@ -473,7 +473,7 @@ class GroupedTensorStorage:
         GroupedTensorStorage.__init__(self, (0, 0), torch.float32, num_tensors=0, shapes=[])
 
 
-#: All attributes of a group: those that a caller gives a `GroupedTensor` are not its.
+#: Attributes of a group; others on a `GroupedTensor` are the caller's.
 _STATE = tuple(vars(GroupedTensorStorage((0, 0), torch.float32, num_tensors=0)))
 
 
@@ -736,7 +736,7 @@ def _empty_like(func, args, kwargs):
     if kwargs.get("dtype") not in (None, tensor.dtype) or not tensor.all_same_shape():
         return func(tensor.plain_values(), **kwargs)
     made = tensor.mapped(lambda t: torch.empty_like(t, device=kwargs.get("device") or tensor.device))
-    made.tensor_offsets = tensor.tensor_offsets  # where members start is no value
+    made.tensor_offsets = tensor.tensor_offsets  # offsets are layout, not values
     return made
 
 

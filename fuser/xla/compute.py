@@ -3,7 +3,8 @@
     run(call, place, operands, results)
 
 `Call` says what. A place says where: NumPy views (`HostPlace`), or memory of a GPU (`fuser.xla.cuda.CudaPlace`, which
-has the same methods). Both fill the results that they are given: nothing is copied.
+has the same methods). Kernels write to the results that they are given. The amax of a tensor without a scale is copied
+there, and so is all that the reference returns.
 
 Operands and results are those of TE's FFI handlers:
 

@@ -143,7 +143,7 @@ _read = ctypes.string_at
 
 
 def _unpack(letter, address, count):
-    """Return as many numbers of a `struct` letter; without any the address may be null."""
+    """Return `count` numbers of a `struct` letter. `address` may be null if `count` is 0."""
     return struct.unpack(f"@{count}{letter}", _read(address, count * struct.calcsize(letter))) if count else ()
 
 

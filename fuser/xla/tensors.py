@@ -1,6 +1,7 @@
 """Results: tensors with or without scales, as pytrees. TE's `jax/quantize/tensor.py`."""
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -28,6 +29,12 @@ class _Words:
         return lambda code: code.astype(jnp.float32)
 
 
+@functools.cache
+def _static_fields(cls):
+    """The names of a dataclass's fields that JAX does not take for arrays."""
+    return tuple(f.name for f in dataclasses.fields(cls) if f.name not in cls.children)
+
+
 class Pytree:
     """Base of dataclasses that JAX takes apart: `children` are the fields with arrays, the others are static.
 
@@ -40,8 +47,9 @@ class Pytree:
         jax.tree_util.register_pytree_node(cls, lambda node: node._flatten(), cls._unflatten)
 
     def _flatten(self):
-        static = [f.name for f in dataclasses.fields(self) if f.name not in self.children]
-        return [getattr(self, c) for c in self.children], tuple((s, getattr(self, s)) for s in static)
+        return [getattr(self, c) for c in self.children], tuple(
+            (s, getattr(self, s)) for s in _static_fields(type(self))
+        )
 
     @classmethod
     def _unflatten(cls, static, arrays):
