@@ -75,6 +75,22 @@ def canonicalize_device(device: torch.device | str | int | None) -> torch.device
     return device
 
 
+def parameter_in_place_of(old: Any, value: torch.Tensor) -> torch.nn.Parameter:
+    """`value` as a parameter that keeps the flags and attributes (`main_grad`, ...) of the one it replaces."""
+    new = torch.nn.Parameter(value, requires_grad=old.requires_grad)
+    for name, attribute in vars(old).items():
+        if name not in vars(new):
+            setattr(new, name, attribute)
+    return new
+
+
+def with_memory(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """The parameter; in place of one on the meta device a new one on torch's default device, whose values are unset."""
+    if not parameter.is_meta:
+        return parameter
+    return parameter_in_place_of(parameter, torch.empty_like(parameter, device=canonicalize_device(None)))
+
+
 def devices_match(device1: torch.device, device2: torch.device) -> bool:
     """Whether both are the same device; a CUDA device without index is the current one."""
     device1, device2 = torch.device(device1), torch.device(device2)

@@ -5,7 +5,13 @@ from typing import Any
 import torch
 
 from fuser import functional
-from fuser.common import autocast_dtype_of, canonicalize_device, canonicalize_dtype, maybe_dequantize
+from fuser.common import (
+    autocast_dtype_of,
+    canonicalize_device,
+    canonicalize_dtype,
+    maybe_dequantize,
+    with_memory,
+)
 from fuser.op import BasicOperation, OperationContext
 from fuser.overflow import warn_of_hidden_overflow
 
@@ -46,9 +52,7 @@ class Bias(BasicOperation):
 
     def reset_parameters(self) -> None:
         """Set the bias to zero, allocating it on torch's default device if it is on the meta device."""
-        if self.bias.device.type == "meta":
-            device = canonicalize_device(None)
-            self.bias = torch.nn.Parameter(torch.empty_like(self.bias, device=device), self.bias.requires_grad)
+        self.bias = with_memory(self.bias)
         with torch.no_grad():
             self.bias.zero_()
 

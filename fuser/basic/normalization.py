@@ -20,6 +20,7 @@ from fuser.common import (
     get_fused_normalization_quantizer,
     in_autocast,
     maybe_dequantize,
+    with_memory,
 )
 from fuser.op import BasicOperation, OperationContext
 from fuser.quantization.quantizers import Float8Quantizer
@@ -87,12 +88,8 @@ class Normalization(BasicOperation):
     def reset_parameters(self) -> None:
         """Initialize the parameters to the identity; meta parameters move to the default device."""
         for name in self.parameter_names:
-            parameter = getattr(self, name)
-            if parameter.is_meta:
-                parameter = torch.nn.Parameter(
-                    torch.empty_like(parameter, device=canonicalize_device(None)), requires_grad=parameter.requires_grad
-                )
-                setattr(self, name, parameter)
+            parameter = with_memory(getattr(self, name))
+            setattr(self, name, parameter)
             ones = name == "weight" and not self.zero_centered_gamma
             with torch.no_grad():
                 parameter.fill_(1.0 if ones else 0.0)

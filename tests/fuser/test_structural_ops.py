@@ -184,11 +184,11 @@ class TestBias:
     def test_meta_device(self):
         op = ops.Bias(4, device="meta", dtype=torch.bfloat16)
         assert op.bias.device.type == "meta"
-        op.bias.requires_grad_(False)
+        op.bias.requires_grad_(False).sequence_parallel = True
         op(torch.ones(2, 4, dtype=torch.bfloat16))
         assert op.bias.device.type == "cpu"
         assert op.bias.dtype is torch.bfloat16
-        assert not op.bias.requires_grad
+        assert op.bias.sequence_parallel and not op.bias.requires_grad
 
     @pytest.mark.parametrize("kind", [recipe.Float8CurrentScaling, recipe.MXFP8BlockScaling])
     def test_gradient_is_quantized_for_the_linear_before(self, kind):
