@@ -51,7 +51,7 @@ MODULES = {
     "transformer_engine.pytorch.ops.basic.all_reduce": "fuser.basic.collectives",
     "transformer_engine.pytorch.ops.basic.basic_linear": "fuser.basic.basic_linear",
     "transformer_engine.pytorch.ops.basic.bias": "fuser.basic.bias",
-    "transformer_engine.pytorch.ops.basic.constant_scale": "fuser.basic.structural",
+    "transformer_engine.pytorch.ops.basic.constant_scale": "fuser.basic.constant_scale",
     "transformer_engine.pytorch.ops.basic.dropout": "fuser.basic.dropout",
     "transformer_engine.pytorch.ops.basic.grouped_linear": "fuser.basic.grouped_linear",
     "transformer_engine.pytorch.ops.basic.identity": "fuser.basic.structural",

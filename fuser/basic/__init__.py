@@ -6,13 +6,14 @@ from fuser.basic.activation import INTERLEAVED, PLAIN, SCALED, _ActivationOperat
 from fuser.basic.basic_linear import BasicLinear
 from fuser.basic.bias import Bias
 from fuser.basic.collectives import AllGather, AllReduce, ReduceScatter
+from fuser.basic.constant_scale import ConstantScale
 from fuser.basic.dropout import Dropout
 from fuser.basic.grouped_linear import GroupedLinear, is_op_fuser_grouped_tensor_path_supported
 from fuser.basic.l2_normalization import L2Normalization
 from fuser.basic.normalization import LayerNorm, RMSNorm
 from fuser.basic.quantize import Quantize
 from fuser.basic.residual import AddExtraInput, MakeExtraOutput
-from fuser.basic.structural import ConstantScale, Identity, Reshape
+from fuser.basic.structural import Identity, Reshape
 from fuser.common import publish
 
 #: Name -> class of every activation, plain and with a scale for each row: see `refops.activations`.

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from fuser.basic.linear_parts import (
+from fuser.basic.linear_operation import (
     PER_TENSOR_QUANTIZERS,
     Destination,
     LinearOperation,
@@ -104,7 +104,7 @@ class BasicLinear(LinearOperation):
             in_features=in_features,
             out_features=out_features,
         )
-        device, dtype = self._set_up(device, dtype, rng_state_tracker_function, accumulate_into_main_grad)
+        device, dtype = self._keep_arguments(device, dtype, rng_state_tracker_function, accumulate_into_main_grad)
         weight = torch.empty(self.local_out_features, self.local_in_features, device=device, dtype=dtype)
         self.weight = torch.nn.Parameter(weight)
         if device.type != "meta":

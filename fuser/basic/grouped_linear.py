@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fuser.basic.basic_linear import BasicLinear
-from fuser.basic.linear_parts import LinearOperation, quantize_operand, replace_parameter
+from fuser.basic.linear_operation import LinearOperation, quantize_operand, replace_parameter
 from fuser.common import (
     canonicalize_device,
     get_accumulate_flag_in_param,
@@ -104,7 +104,7 @@ class GroupedLinear(LinearOperation, ExtraTensorOperation):
         self._pending_wgrads: deque[Callable[[], None]] = deque()
         self._wgrad_hooks: list[Callable[[], None]] = []
 
-        device, dtype = self._set_up(device, dtype, rng_state_tracker_function, accumulate_into_main_grad)
+        device, dtype = self._keep_arguments(device, dtype, rng_state_tracker_function, accumulate_into_main_grad)
         weights = torch.empty(num_groups, out_features, in_features, dtype=dtype, device="meta")
         biases = torch.zeros(num_groups, out_features, dtype=dtype, device=device) if bias else None
         named = (("weight", weights, self.single_grouped_weight), ("bias", biases, self.single_grouped_bias))

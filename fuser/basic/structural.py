@@ -1,4 +1,4 @@
-"""Operations of one line: the identity, a change of shape, a constant factor."""
+"""Operations that change no value: the identity and a change of shape."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -48,19 +48,3 @@ class Reshape(BasicOperation):
 
     def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> Any:
         return grad_output.reshape(*ctx.input_shape), ()
-
-
-class ConstantScale(BasicOperation):
-    """`x * scale` for a Python number `scale`, in the dtype that torch gives that product."""
-
-    def __init__(self, scale: float) -> None:
-        super().__init__()
-        self.scale = scale
-
-    def op_forward(
-        self, ctx: OperationContext, input_: Any, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
-    ) -> torch.Tensor:
-        return input_ * self.scale
-
-    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> Any:
-        return grad_output * self.scale, ()

@@ -11,8 +11,8 @@ import torch
 
 from fuser.basic.basic_linear import BasicLinear
 from fuser.basic.bias import Bias
+from fuser.basic.constant_scale import ConstantScale
 from fuser.basic.residual import AddExtraInput, MakeExtraOutput
-from fuser.basic.structural import ConstantScale
 from fuser.fused_pattern import WindowFusion
 from fuser.op import FusedOperation, FusibleOperation
 

@@ -17,6 +17,7 @@ from fuser.common import (
     devices_match,
     is_quantized_tensor,
     maybe_dequantize,
+    parameter_in_place_of,
 )
 from fuser.dispatch import computes_in
 from fuser.gemm import reads_swizzled_scales
@@ -45,7 +46,7 @@ class LinearOperation(BasicOperation):
 
     num_groups = 1
 
-    def _set_up(
+    def _keep_arguments(
         self,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
@@ -219,11 +220,7 @@ def replace_parameter(old: Any, value: torch.Tensor) -> torch.nn.Parameter:
             value = torch.distributed.tensor.distribute_tensor(maybe_dequantize(value), old.device_mesh, old.placements)
             old.copy_(value)
         return old
-    new = torch.nn.Parameter(value, requires_grad=old.requires_grad)
-    for name, attribute in vars(old).items():
-        if name not in vars(new):
-            setattr(new, name, attribute)
-    return new
+    return parameter_in_place_of(old, value)
 
 
 @dataclasses.dataclass
