@@ -119,13 +119,6 @@ def is_computing_again() -> bool:
     return is_replaying() or torch._C._current_graph_task_id() != -1
 
 
-def _fp8_dtype(value):
-    dtype = DType.of(value)
-    if dtype not in (DType.kFloat8E4M3, DType.kFloat8E5M2):
-        raise ValueError(f"fp8_dtype must be DType.kFloat8E4M3 or DType.kFloat8E5M2; got {shown(dtype)}")
-    return dtype
-
-
 def _divides(shape, multiple):
     """Whether a tensor of `shape` is a matrix of blocks with that edge."""
     m, k = matrix_shape(shape)
@@ -144,6 +137,12 @@ class _Float8(Quantizer):
     """A quantizer to E4M3 or E5M2, `dtype`."""
 
     dtype: DType
+
+    def __init__(self, fp8_dtype: DType, *, rowwise: bool, columnwise: bool):
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.dtype = DType.of(fp8_dtype)
+        if self.dtype not in (DType.kFloat8E4M3, DType.kFloat8E5M2):
+            raise ValueError(f"fp8_dtype must be DType.kFloat8E4M3 or DType.kFloat8E5M2; got {shown(self.dtype)}")
 
     def settings(self) -> Any:
         """Constructor arguments: without tensors and without the process group."""
@@ -172,12 +171,12 @@ class Float8Quantizer(_Float8):
         rowwise: bool = True,
         columnwise: bool = True,
     ):
-        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise)
         for name, tensor in (("scale", scale), ("amax", amax)):
             if not isinstance(tensor, torch.Tensor) or tensor.numel() != 1:
                 got = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else shown(tensor)
                 raise TypeError(f"{name} must be a float32 tensor of one element, as torch.ones(1); got {got}")
-        self.scale, self.amax, self.dtype = scale, amax, _fp8_dtype(fp8_dtype)
+        self.scale, self.amax = scale, amax
         self._read_scale = None
 
     def scaling(self) -> Scaling:
@@ -319,11 +318,10 @@ class Float8CurrentScalingQuantizer(_Float8, _AmaxReducing):
         scale: torch.Tensor | None = None,
         amax: torch.Tensor | None = None,
     ):
-        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise)
         if use_existing_amax or scale is not None or amax is not None:
             message = "use_existing_amax, scale and amax have no effect on Float8CurrentScalingQuantizer"
             warnings.warn(message, DeprecationWarning, stacklevel=2)
-        self.dtype = _fp8_dtype(fp8_dtype)
         self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
         self.force_pow_2_scales, self.amax_epsilon = force_pow_2_scales, amax_epsilon
 
@@ -377,8 +375,7 @@ class Float8BlockQuantizer(_Float8, ValueQuantizer):
         force_pow_2_scales: bool = True,
         block_scaling_dim: int = 2,
     ):
-        super().__init__(rowwise=rowwise, columnwise=columnwise)
-        self.dtype = _fp8_dtype(fp8_dtype)
+        super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise)
         self.amax_epsilon, self.force_pow_2_scales = amax_epsilon, force_pow_2_scales
         self.block_scaling_dim = block_scaling_dim
         self.scaling()  # a wrong value raises here
@@ -414,8 +411,7 @@ class MXFP8Quantizer(_Float8, ValueQuantizer):
     def __init__(
         self, fp8_dtype: DType, *, rowwise: bool = True, columnwise: bool = True, with_2d_quantization: bool = False
     ):
-        super().__init__(rowwise=rowwise, columnwise=columnwise)
-        self.dtype = _fp8_dtype(fp8_dtype)
+        super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise)
         self.with_2d_quantization = with_2d_quantization
 
     def scaling(self) -> Scaling:
