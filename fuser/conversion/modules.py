@@ -9,7 +9,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -84,10 +84,7 @@ class Converted(HoldsFusers, NotScriptable, torch.nn.Module):
     def _run(self, input: torch.Tensor) -> torch.Tensor:
         if not self.takes(input):
             return super().forward(input)
-        if not in_graph():
-            refuse_distributed([self], input)
-            warn_of_first_scales([self])
-        with self.quantizing():
+        with ready([self], input):
             return self._call_operations(input)
 
     def _call_operations(self, input: torch.Tensor) -> torch.Tensor:
@@ -180,7 +177,18 @@ class Converted(HoldsFusers, NotScriptable, torch.nn.Module):
         )
 
 
-def refuse_distributed(modules: Iterable[Converted], input: torch.Tensor) -> None:
+def ready(run: Sequence[Converted], input: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """The `autocast` in which modules of one recipe compute an input in a pipeline; what stands against it is said.
+
+    What a weight's dtype says of the input's is left to `refuse_dtypes`, which asks the pipeline.
+    """
+    if not in_graph():
+        _refuse_distributed(run, input)
+        warn_of_first_scales(run)
+    return run[0].quantizing()
+
+
+def _refuse_distributed(modules: Iterable[Converted], input: torch.Tensor) -> None:
     """`RuntimeError` for a parameter or an input that is a DTensor: operations would compute with this rank's part."""
     given = [("input", input), *itertools.chain.from_iterable(module._parameters.items() for module in modules)]
     for name, value in given:

@@ -10,10 +10,9 @@ from fuser.conversion.modules import (
     Converted,
     ConvertedProduct,
     in_graph,
-    refuse_distributed,
+    ready,
     refuse_dtypes,
     run_eagerly,
-    warn_of_first_scales,
 )
 from fuser.fuser import OperationFuser
 from fuser.recipe import Recipe
@@ -75,20 +74,15 @@ class ConvertedSequential(HoldsFusers, NotScriptable, torch.nn.Sequential):
 
     def _run_pipeline(self, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         run: list[Any] = list(self)[start:stop]
-        if not in_graph():
-            refuse_distributed(run, x)
-            warn_of_first_scales(run)
-            with run[0].quantizing():
-                pipeline = self._pipeline_of(start, stop)
-                refuse_dtypes(pipeline, x)
-                return pipeline(x)
-        for child in run:
-            reason = child._why_outside()
-            if reason:
-                return outside_compile(self._run_pipeline, x, start, stop, reason=reason)
-        refuse_dtypes(self._pipelines[start, stop], x)
-        with run[0].quantizing():
-            return self._pipelines[start, stop](x)
+        if in_graph():
+            for child in run:
+                reason = child._why_outside()
+                if reason:
+                    return outside_compile(self._run_pipeline, x, start, stop, reason=reason)
+        with ready(run, x):
+            pipeline = self._pipelines[start, stop] if in_graph() else self._pipeline_of(start, stop)
+            refuse_dtypes(pipeline, x)
+            return pipeline(x)
 
     def _prepare(self) -> tuple[bool, ...]:
         """Make the pipelines that a compiled call may need. Returns which children join the ones before them."""
@@ -140,7 +134,7 @@ def _runs_in_pipelines(child: Any) -> bool:
     if not isinstance(child, Converted) or "forward" in vars(child):
         return False
     hooked = child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks
-    return not hooked and not any(value is not None and value.is_meta for value in child._parameters.values())
+    return not hooked and child._has_values()
 
 
 def _takes_all_dtypes(child: Any) -> bool:
