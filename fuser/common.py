@@ -84,11 +84,16 @@ def parameter_in_place_of(old: Any, value: torch.Tensor) -> torch.nn.Parameter:
     return new
 
 
+def device_with_memory(device: torch.device) -> torch.device:
+    """`device`; in place of meta torch's default device."""
+    return canonicalize_device(None) if device.type == "meta" else device
+
+
 def with_memory(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     """The parameter; in place of one on the meta device a new one on torch's default device, whose values are unset."""
     if not parameter.is_meta:
         return parameter
-    return parameter_in_place_of(parameter, torch.empty_like(parameter, device=canonicalize_device(None)))
+    return parameter_in_place_of(parameter, torch.empty_like(parameter, device=device_with_memory(parameter.device)))
 
 
 def devices_match(device1: torch.device, device2: torch.device) -> bool:

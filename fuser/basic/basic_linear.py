@@ -34,7 +34,7 @@ from fuser.basic.linear_operation import (
     replace_parameter,
 )
 from fuser.common import (
-    canonicalize_device,
+    device_with_memory,
     get_accumulate_flag_in_param,
     get_dummy_wgrads_for_params,
     get_main_grad_from_param,
@@ -185,8 +185,8 @@ class BasicLinear(LinearOperation):
     def reset_parameters(self) -> None:
         """(Re)initialise the weight as `torch.nn.Linear` does, on a real device, quantized where it was asked for."""
         old = self.weight
-        device = canonicalize_device(None) if old.device.type == "meta" else old.device
-        (weight,) = self._initialized([torch.empty(old.shape, dtype=old.dtype, device=device)])
+        memory = torch.empty(old.shape, dtype=old.dtype, device=device_with_memory(old.device))
+        (weight,) = self._initialized([memory])
         self.weight = replace_parameter(old, weight)
 
     # Compute: the functional forms

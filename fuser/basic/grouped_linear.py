@@ -19,7 +19,7 @@ import torch
 from fuser.basic.basic_linear import BasicLinear
 from fuser.basic.linear_operation import LinearOperation, quantize_operand, replace_parameter
 from fuser.common import (
-    canonicalize_device,
+    device_with_memory,
     get_accumulate_flag_in_param,
     get_dummy_wgrads_for_params,
     get_main_grad_from_param,
@@ -180,7 +180,7 @@ class GroupedLinear(LinearOperation, ExtraTensorOperation):
     def reset_parameters(self) -> None:
         """(Re)initialise as `torch.nn.Linear` does, biases with zeros, on a real device, quantized where asked for."""
         device = self._weight_parameters[0].device
-        self._materialize(canonicalize_device(None) if device.type == "meta" else device)
+        self._materialize(device_with_memory(device))
 
     def _materialize(self, device: torch.device) -> None:
         dtype = self._weight_parameters[0].dtype
