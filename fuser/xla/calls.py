@@ -136,6 +136,7 @@ def _execute(call, dtype, name, reference, *operands):
     attributes = {"scaling_mode": np.int64(call.scaling_mode), "quantize_layout": np.int64(call.quantize_layout)}
     if call.kind in (ACTIVATION, GRADIENT):
         attributes["act_enum"] = np.int64(call.act_enum)
+        attributes["output_amax_when_no_scaling"] = np.bool_(call.output_amax_when_no_scaling)
         if plan_of(call).bound.parameters:  # each attribute costs a microsecond a call
             attributes["act_params"] = {name: np.float32(value) for name, value in asdict(call.parameters).items()}
     attributes |= {name: np.bool_(True) for name in FLAGS if getattr(call, name)}
