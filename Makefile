@@ -40,7 +40,7 @@ check: $(INSTALLED)
 	$(SIMULATED) -m check
 	$(EMULATED) -m check
 
-## test        the tests, in some ten minutes
+## test        the tests, in some 17 minutes, cold
 test: $(INSTALLED)
 	$(BIN)/python tests/prewarm.py
 	$(PYTEST) -m "not full"
