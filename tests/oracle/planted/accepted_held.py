@@ -67,7 +67,7 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     "transposed-tiles-keep-their-grid-place": ("exchanged-tiles",),
     "gate-pointer-one-row-ahead": ("input-shifted", "input-shifted"),
     "nibbles-reversed-in-each-word": ("swapped-columns", "reversed-columns"),
-    "columnwise-blocks-start-sixteen-rows-late": (),
+    "columnwise-blocks-start-sixteen-rows-late": ("displaced-blocks",),
     "second-gate-tile-repeats-the-first": ("input-shifted",),
     # memory
     "sixteen-bit-offsets-wrap": ("input-shifted", "shifted-rows"),
