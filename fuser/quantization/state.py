@@ -56,8 +56,8 @@ __all__ = [
     "RecipeState",
 ]
 
-#: A gradient's amax that is as many times what its delayed scale makes the format's largest number says that most of it
-#: saturated, unless a few of its elements are as much larger than all others.
+#: A gradient's amax is warned of from this many times what its delayed scale makes the format's largest number. Which
+#: share of the elements saturates is not counted: a few may be larger than all others.
 MOST_ABOVE_RANGE = 256
 _INPUT_LIKE = ("input", "weight", "output")
 _GRADIENTS = ("grad_output", "grad_input")
@@ -299,7 +299,8 @@ class DelayedScalingRecipeState(RecipeState):
         largest = (self.amax_history[0] * self.scale).tolist()
         for slot, value in enumerate(largest):
             if MOST_ABOVE_RANGE * float(fmt.max) <= value < math.inf:
-                what = f"{value / float(fmt.max):.0f} times the largest number of its format: most of it saturated"
+                times = f"{value / float(fmt.max):.0f} times"
+                what = f"{times} the largest number of its format: what is larger than that saturated"
             elif 0 < value < float(fmt.smallest_subnormal) / 2:
                 what = "below the smallest number of its format: all of it became zero"
             else:
