@@ -48,7 +48,8 @@ test: $(INSTALLED)
 	$(EMULATED) -m "not full"
 
 ## ci          what CI runs: test, the code of every document, linter, types, notebooks, site, package, bounds on speed
-ci: test test-documents test-others bench-bounds
+ci: test test-documents test-others
+	$(MAKE) bench-bounds BENCH_ALLOWANCE=1.5
 
 ## test-all    before a release: as ci, with more cases of the tests
 test-all: test-full test-others bench-bounds
@@ -108,9 +109,9 @@ bench: $(PEERS)
 	PYTHONPATH=.:tests $(BIN)/python tests/benchmarks/compare.py
 	PYTHONPATH=.:tests $(BIN)/python tests/benchmarks/instructions.py
 
-## bench-bounds  the asserted bounds on speed
+## bench-bounds  the asserted bounds on speed, times BENCH_ALLOWANCE: 1, if it is not set, for a quiet machine
 bench-bounds: $(INSTALLED)
-	$(BIN)/python -m pytest $(BOUNDS)
+	BENCH_ALLOWANCE=$(or $(BENCH_ALLOWANCE),1) $(BIN)/python -m pytest $(BOUNDS)
 
 ## bench-short  every operation of bench runs, with the right bits; nothing is asserted of its time
 bench-short: $(INSTALLED)

@@ -7,10 +7,15 @@ on 512 tokens.
 One thread, CPU time; rounds alternate between the competitors. Other work on the machine takes their caches away, which
 doubles the times of such calls, so what counts is the ratio within a round: its median over a series, and the least of
 at most five series. No series follows one that is within the bound. `extra_info` has the times.
+
+The calls that a pass makes are counted as well: they are the same on every machine.
 """
 
 import statistics
+import sys
 import time
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +33,11 @@ CALLS, ROUNDS, SERIES = 50, 40, 5
 #: us for its modules. Measured were 2.3 to 2.4, where medians of series differ by a tenth; with six times as many
 #: processes on the machine as it has cores, 2.6 to 2.9.
 BOUND = 8 * 10 / 29
+
+#: How many calls of Python or C functions the packages may make in a forward pass; 288 and 113 were counted.
+MOST_CALLS = {"feed_forward": 290, "structural": 115}
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = tuple(f"{ROOT}/{name}/" for name in ("refops", "cuda_kernels", "fuser"))
 
 #: Recipe -> how many times torch.nn's own step in bfloat16 a step in bfloat16 may take.
 STEPS = {None: 1.2, MXFP8BlockScaling: 2.2, NVFP4BlockScaling: 3.2}
@@ -98,8 +108,9 @@ def until_within(bound, series):
 
 
 @pytest.mark.parametrize("pipeline", [feed_forward, structural])
-def test_python_beyond_torch(benchmark, one_thread, pipeline):
+def test_python_beyond_torch(benchmark, one_thread, allowance, pipeline):
     ours, torchs = pipeline()
+    bound = BOUND * allowance
     x = torch.randn(ROWS, WIDTH)
     torch.testing.assert_close(ours(x), torchs(x), rtol=2e-6, atol=2e-6)
 
@@ -116,12 +127,36 @@ def test_python_beyond_torch(benchmark, one_thread, pipeline):
         ratio = statistics.median([ours_us / torch_us for ours_us, torch_us in rounds])
         return ratio - 1, *map(statistics.median, zip(*rounds, strict=True))
 
-    measured = benchmark.pedantic(lambda: until_within(BOUND, series), rounds=1)
+    measured = benchmark.pedantic(lambda: until_within(bound, series), rounds=1)
     beyond, ours_us, torch_us = min(measured)
     benchmark.extra_info.update(
         {"fuser us": round(ours_us, 1), "torch us": round(torch_us, 1), "beyond torch": round(beyond, 2)}
     )
-    assert beyond < BOUND
+    assert beyond < bound
+
+
+@pytest.mark.parametrize("pipeline", [feed_forward, structural])
+def test_calls_of_a_pass(pipeline):
+    ours, _ = pipeline()
+    x, calls = torch.randn(ROWS, WIDTH), Counter()
+
+    def note(frame, event, argument):
+        code = frame.f_code
+        if code.co_filename.startswith(PACKAGES):
+            if event == "c_call":
+                calls[code.co_name, argument.__name__] += 1
+            elif event == "call" and code.co_name[0] != "<":  # comprehensions are calls before Python 3.12
+                calls[code.co_name] += 1
+
+    for _ in range(3):
+        ours(x)
+    sys.setprofile(note)
+    try:
+        ours(x)
+    finally:
+        sys.setprofile(None)
+    assert calls["run_forward"] == 1
+    assert calls.total() <= MOST_CALLS[pipeline.__name__], calls.most_common()
 
 
 def step_of(model, recipe=None):
@@ -164,23 +199,23 @@ def measured_beside(benchmark, steps, bound):
 
 
 @pytest.mark.parametrize("recipe", STEPS, ids=lambda recipe: recipe.__name__ if recipe else "no recipe")
-def test_step_beside_torch(benchmark, one_thread, recipe):
+def test_step_beside_torch(benchmark, one_thread, allowance, recipe):
     if not takes_bfloat16(torch.device("cpu")):
         pytest.skip("this CPU has no units for bfloat16: products are float32")
     theirs = torch_block()
     ours = ops.Sequential(ops.Linear(HIDDEN, INNER), ops.GELU(), ops.Linear(INNER, HIDDEN)).bfloat16()
-    steps = step_of(theirs), step_of(ours, recipe and recipe())
-    ratio, torch_ms, ours_ms = measured_beside(benchmark, steps, STEPS[recipe])
+    steps, bound = (step_of(theirs), step_of(ours, recipe and recipe())), STEPS[recipe] * allowance
+    ratio, torch_ms, ours_ms = measured_beside(benchmark, steps, bound)
     benchmark.extra_info.update(
         {"fuser ms": round(ours_ms, 1), "torch ms": round(torch_ms, 1), "times torch's": round(ratio, 2)}
     )
-    if ratio >= STEPS[recipe] and torch_ms > SLOW_MS:
+    if ratio >= bound and torch_ms > SLOW_MS:
         pytest.skip(f"torch's own step takes {torch_ms:.0f} ms here now: the machine is slowed down by something else")
-    assert ratio < STEPS[recipe]
+    assert ratio < bound
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_compiled_step_beside_an_eager_one(benchmark, one_thread):
+def test_compiled_step_beside_an_eager_one(benchmark, one_thread, allowance):
     """Pipelines are operators that the compiler does not look into: it has nothing to make faster in this block."""
     if OLD_TORCH:
         pytest.skip(OLD_TORCH)
@@ -188,8 +223,8 @@ def test_compiled_step_beside_an_eager_one(benchmark, one_thread):
     steps = [step_of(one, MXFP8BlockScaling()) for one in (model, torch.compile(model, fullgraph=True))]
     for step in steps:
         step()
-    ratio, eager_ms, compiled_ms = measured_beside(benchmark, steps, COMPILED)
+    ratio, eager_ms, compiled_ms = measured_beside(benchmark, steps, COMPILED * allowance)
     benchmark.extra_info.update(
         {"compiled ms": round(compiled_ms, 1), "eager ms": round(eager_ms, 1), "times eager's": round(ratio, 2)}
     )
-    assert ratio < COMPILED
+    assert ratio < COMPILED * allowance

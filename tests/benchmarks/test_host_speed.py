@@ -84,7 +84,7 @@ def best_times(operations, rounds):
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch's compiler has some of its own
 @pytest.mark.parametrize("name", BOUNDS)
-def test_speed(benchmark, tensors, name):
+def test_speed(benchmark, tensors, allowance, name):
     subject = SUBJECTS[TIMED[name][0]]
     x = tensors[subject.inputs != ("pair",)]
     others = competitors(subject, x)
@@ -100,7 +100,7 @@ def test_speed(benchmark, tensors, name):
     ratios = {other: tuple(times[other] / times["host"]) for other in others}
     benchmark.extra_info |= {"wall and CPU, ms": {n: tuple(t) for n, t in times.items()}, "wall and CPU ratio": ratios}
     for other, bound in zip(("refops", *OTHERS), BOUNDS[name], strict=True):
-        assert other not in ratios or max(ratios[other]) >= bound, f"{other}: {ratios[other]}"
+        assert other not in ratios or max(ratios[other]) * allowance >= bound, f"{other}: {ratios[other]}"
 
 
 # --- products of tensor cores -------------------------------------------------------------------------
@@ -121,7 +121,7 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_products(benchmark, name):
+def test_products(benchmark, allowance, name):
     """1024 x 1024 by 1024 x 1024; the sums of a few rows have the reference's bits."""
     torch = pytest.importorskip("torch")
     (card, fmt, scale_format), bound = PRODUCTS[name]
@@ -142,7 +142,7 @@ def test_products(benchmark, name):
     times = best_times(runs, rounds=9)
     ratios = tuple(times["host"] / times["PyTorch float32"])
     benchmark.extra_info |= {"wall and CPU, ms": {n: tuple(t) for n, t in times.items()}, "wall and CPU ratio": ratios}
-    assert min(ratios) <= bound, ratios
+    assert min(ratios) <= bound * allowance, ratios
 
 
 def cast_to(fmt, x):

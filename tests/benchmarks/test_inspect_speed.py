@@ -32,7 +32,7 @@ def checkpoint(tmp_path):
     return tmp_path / "model.safetensors"
 
 
-def test_speed(benchmark, checkpoint):
+def test_speed(benchmark, checkpoint, allowance):
     if installed_surveyor() is ARRAYS:
         pytest.skip("nothing is installed that measures faster than NumPy")
     benchmark.group, benchmark.name = "refops inspect, 346 MB, three scalings", "inspect"
@@ -50,4 +50,4 @@ def test_speed(benchmark, checkpoint):
     done = benchmark.pedantic(inspect, rounds=2, warmup_rounds=1)
     assert "197 tensors with a higher SQNR are not shown" in done.stdout
     benchmark.extra_info["processor seconds"] = round(min(spent), 1)
-    assert min(spent) <= BOUND
+    assert min(spent) <= BOUND * allowance

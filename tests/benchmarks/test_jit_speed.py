@@ -40,7 +40,7 @@ def with_compilation(enabled, function, *arguments):
 
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch's compiler has some of its own
-def test_bias_gelu(benchmark):
+def test_bias_gelu(benchmark, allowance):
     if shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")
     torch.manual_seed(0)
@@ -62,6 +62,6 @@ def test_bias_gelu(benchmark):
     benchmark.pedantic(operations["compiled"], rounds=5, warmup_rounds=1)
     times = best_times(operations, rounds=5)
     benchmark.extra_info["wall and CPU, ms"] = {name: tuple(t) for name, t in times.items()}
-    assert times["eager"][1] >= 3 * times["compiled"][1], times
-    assert times["eager"][1] >= 3 * times["fuser, Bias + GELU"][1], times
-    assert times["kernel alone"][1] <= 1.5 * times["compiled, no bias"][1], times
+    assert allowance * times["eager"][1] >= 3 * times["compiled"][1], times
+    assert allowance * times["eager"][1] >= 3 * times["fuser, Bias + GELU"][1], times
+    assert times["kernel alone"][1] <= allowance * 1.5 * times["compiled, no bias"][1], times

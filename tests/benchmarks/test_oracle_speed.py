@@ -69,7 +69,7 @@ def reference_seconds(x):
 
 
 @pytest.mark.parametrize("name", DUMPS)
-def test_speed(benchmark, x, reference_seconds, name):
+def test_speed(benchmark, x, reference_seconds, allowance, name):
     make, ok, names, bound = DUMPS[name]
     dump = make(x)
     benchmark.group = f"oracle, swiglu -> MXFP8, {N} x {N} bfloat16"
@@ -79,4 +79,4 @@ def test_speed(benchmark, x, reference_seconds, name):
     )
     assert report.ok is ok
     assert [set(e.names) for e in report.diagnosis[:1]] == [set(names)] * bool(names)
-    assert benchmark.stats.stats.min <= bound * reference_seconds
+    assert benchmark.stats.stats.min <= bound * allowance * reference_seconds

@@ -61,7 +61,7 @@ def best_times(operations, calls, batches):
 
 
 @pytest.mark.parametrize(("shape", "calls", "batches"), [((4, 1, 8), CALLS, BATCHES), ((1024, 1, 4096), 1, 7)], ids=str)
-def test_cost_of_a_call(benchmark, shape, calls, batches):
+def test_cost_of_a_call(benchmark, allowance, shape, calls, batches):
     x = jax.numpy.asarray(np.random.default_rng(0).standard_normal(shape, np.float32))
     operations = competitors(x)
     wanted = host.activation("gelu", np.asarray(x)[:, 0])
@@ -77,4 +77,4 @@ def test_cost_of_a_call(benchmark, shape, calls, batches):
     }
     assert times["FFI"][1] < times["pure_callback"][1], times
     if calls > 1:
-        assert fixed[1] <= FIXED_COST * times["pure_callback"][1], times
+        assert fixed[1] <= allowance * FIXED_COST * times["pure_callback"][1], times
