@@ -1,7 +1,8 @@
 """Measure whether this CPU is faster with vectors of 512 bits.
 
-LLVM keeps to 256 bits on most CPUs that have 512, because the first of them ran slower while such vectors were in use.
-The bits of results are the same. `wide_where_measured()` is a context in which loops are compiled for what was found.
+LLVM keeps to 256 bits on most CPUs that have 512, because the first of them ran slower while such vectors were in use;
+on Zen 5 it takes 512. The bits of results are the same. `wide_where_measured()` is a context in which loops are
+compiled for what was found.
 """
 
 import os
@@ -18,8 +19,8 @@ from numba.core.codegen import CPUCodeLibrary
 
 from cuda_kernels import casts
 
-#: The attribute of a function for which LLVM uses vectors of 512 bits.
-WIDE = '"prefer-vector-width"="512"'
+#: Bits of a vector.
+WIDE, NARROW = 512, 256
 #: Wide vectors are used where they take at most this share of the time.
 ENOUGH = 0.97
 SIZE, ROUNDS, ATTEMPTS = 4096, 64, 15
@@ -27,19 +28,23 @@ SIZE, ROUNDS, ATTEMPTS = 4096, 64, 15
 
 @contextmanager
 def wide_where_measured(folder):
-    """A context in which Numba compiles for wide vectors, if they are faster; `folder` is where that is kept."""
-    with wide_vectors() if are_faster(folder) else nullcontext():
+    """A context in which Numba compiles for wide vectors if they are faster; `folder` is where that is kept."""
+    with vectors(WIDE if are_faster(folder) else NARROW) if _has_wide() else nullcontext():
         yield
 
 
-def wide_vectors():
-    """A context in which Numba compiles for wide vectors."""
-    plain = CPUCodeLibrary.add_ir_module
+def _has_wide():
+    return get_host_cpu_features().get("avx512f", False)
+
+
+def vectors(bits):
+    """A context in which Numba compiles for vectors of so many bits."""
+    plain, preferred = CPUCodeLibrary.add_ir_module, f'"prefer-vector-width"="{bits}"'
 
     def add_ir_module(self, module):
         for function in module.functions:
             if not function.is_declaration:
-                set.add(function.attributes, WIDE)  # `add` of the set knows the attributes that have no value
+                set.add(function.attributes, preferred)  # `add` of the set knows the attributes that have no value
         plain(self, module)
 
     return mock.patch.object(CPUCodeLibrary, "add_ir_module", add_ir_module)
@@ -48,17 +53,17 @@ def wide_vectors():
 @cache
 def are_faster(folder):
     """Whether wide vectors are faster here: measured once for each kind of CPU, and kept on disk if possible."""
-    if not get_host_cpu_features().get("avx512f"):
+    if not _has_wide():
         return False
-    path = folder / f"wide-vectors-{get_host_cpu_name()}"
+    path = folder / f"bits-of-vectors-{get_host_cpu_name()}"
     try:
-        return path.read_text() == "faster"
+        return path.read_text() == f"{WIDE}"
     except OSError:
         found = measured() <= ENOUGH
     try:
         folder.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-        temporary.write_text("faster" if found else "slower")
+        temporary.write_text(f"{WIDE if found else NARROW}")
         os.replace(temporary, path)
     except OSError:
         pass
@@ -66,10 +71,11 @@ def are_faster(folder):
 
 
 def measured():
-    """The time of a loop with wide vectors, over its time with those that LLVM prefers: the best runs of each."""
+    """The time of a loop with wide vectors, over its time with narrow ones: the best runs of each."""
     x, codes = np.linspace(-500, 500, SIZE, dtype=np.float32), np.empty(SIZE, np.uint8)
-    narrow = compiled_loop()
-    with wide_vectors():
+    with vectors(NARROW):
+        narrow = compiled_loop()
+    with vectors(WIDE):
         wide = compiled_loop()
     times = [
         (timeit.timeit(lambda: narrow(x, codes), number=1), timeit.timeit(lambda: wide(x, codes), number=1))

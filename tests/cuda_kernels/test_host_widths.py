@@ -12,7 +12,7 @@ from cuda_kernels.host import widths
 from cuda_kernels.host.compile import cache_directory
 
 ROOT = Path(__file__).resolve().parents[2]
-#: What a process computes whose loops have wide vectors, or those that LLVM prefers: digests of the bits.
+#: What a process computes whose loops have wide vectors, or narrow ones: digests of the bits.
 DIGESTS = """
 import hashlib, json, sys
 from cuda_kernels.host import compile, widths
@@ -50,16 +50,16 @@ def test_the_bits_are_the_same(tmp_path):
     assert len(kept) > 10 and kept == digests(other, NUMBA_CACHE_DIR=str(tmp_path))
 
 
-@pytest.mark.parametrize(("ratio", "word"), [(0.5, "faster"), (2.0, "slower")])
-def test_what_was_measured_is_kept(tmp_path, monkeypatch, ratio, word):
+@pytest.mark.parametrize(("ratio", "bits"), [(0.5, widths.WIDE), (2.0, widths.NARROW)])
+def test_what_was_measured_is_kept(tmp_path, monkeypatch, ratio, bits):
     monkeypatch.setattr(widths, "get_host_cpu_features", lambda: {"avx512f": True})
     monkeypatch.setattr(widths, "measured", lambda: ratio)
     are_faster = widths.are_faster.__wrapped__
-    assert are_faster(tmp_path) == (word == "faster")
+    assert are_faster(tmp_path) == (bits == widths.WIDE)
     (kept,) = tmp_path.iterdir()
-    assert kept.read_text() == word
+    assert kept.read_text() == str(bits)
     monkeypatch.setattr(widths, "measured", lambda: pytest.fail("measured again"))
-    assert are_faster(tmp_path) == (word == "faster")
+    assert are_faster(tmp_path) == (bits == widths.WIDE)
 
 
 def test_where_nothing_can_be_kept_it_is_measured_again(tmp_path, monkeypatch):
@@ -76,9 +76,8 @@ def test_a_cpu_without_wide_vectors_has_nothing_to_measure(tmp_path, monkeypatch
 
 
 @pytest.mark.skipif(not widths.get_host_cpu_features().get("avx512f"), reason="no vectors of 512 bits here")
-def test_what_is_measured_has_wide_vectors_and_narrow_ones():
-    narrow = widths.compiled_loop()
-    with widths.wide_vectors():
-        wide = widths.compiled_loop()
-    assert "zmm" in "".join(wide.inspect_asm().values())
-    assert "zmm" not in "".join(narrow.inspect_asm().values())
+@pytest.mark.parametrize(("bits", "are_wide"), [(widths.WIDE, True), (widths.NARROW, False)])
+def test_what_is_measured_has_wide_vectors_and_narrow_ones(bits, are_wide):
+    with widths.vectors(bits):
+        loop = widths.compiled_loop()
+    assert ("zmm" in "".join(loop.inspect_asm().values())) is are_wide
