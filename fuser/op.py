@@ -262,6 +262,10 @@ class BasicOperation(_CalledAlone, ChanneledOperation, metaclass=abc.ABCMeta):
         state = meta[_META_KEYS["forward"]].delayed_state if meta else None
         return state is None or state.has_first_scales()
 
+    def delayed_recipe(self) -> Any:
+        """The recipe whose delayed scales an update has set in forward; None if there are no such scales."""
+        return None if self._has_first_scales() else self._kept_fp8_metas()["forward"]["recipe"]
+
     def get_extra_state(self) -> torch.Tensor:
         """The delayed-scaling state as a 1-D uint8 CPU tensor (see `fuser.extra_state`), else an empty one."""
         header, tensors = {}, {}

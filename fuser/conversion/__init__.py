@@ -30,7 +30,7 @@ from fuser.conversion.modules import (
 )
 from fuser.conversion.reasons import TABLES, may_become, reason_to_leave
 from fuser.conversion.rules import Rule, names_of, recipes_for
-from fuser.conversion.scales import load_scaling_state, scaling_state
+from fuser.conversion.scales import load_scaling_state, scaling_state, warn_of_lost_scales
 from fuser.conversion.sequences import ConvertedSequential
 from fuser.conversion.sources import readings_of_weights
 from fuser.conversion.switching import become, class_without_conversion, convert_containers, restore
@@ -106,8 +106,9 @@ def convert(
 
     Scales and amax histories of delayed scaling are part of copies and pickles of the model, not of its state dict:
     `scaling_state` has them apart. `convert(model, None)` drops them, and so does a call under a recipe of
-    another class. A warning, once for each call of `convert`, says where a forward pass without
-    gradients casts with scales of 1, since no step has set any.
+    another class: a warning names the layers that lose scales which a step has set, before anything is changed. `model`
+    keeps them where `inplace=False` converts a copy. A warning, once for each call of `convert`, says where a forward
+    pass without gradients casts with scales of 1, since no step has set any.
     Shallow copies, by `copy.copy` or for `DataParallel`, share their module's operations: not for several threads.
     Each call of a pipeline is a step of its history: a layer that a model calls twice moves on twice. Under one
     `fuser.autocast` around the model, each moves on once. Activations are computed again in backward by
@@ -148,6 +149,8 @@ def convert(
     problems = "\n  ".join([*plan.left, *plan.left_to_autocast])
     if problems and strict:
         raise ValueError(f"strict must be False here: not all is converted:\n  {problems}")
+    if inplace:
+        warn_of_lost_scales(model, plan.recipes)
     model = carried_out(model, plan, pad=pad, inplace=inplace, share_parameters=share_parameters)
     if problems:
         warnings.warn(f"left in high precision:\n  {problems}", UserWarning, stacklevel=2)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from fuser.conversion.modules import ConvertedProduct, require_module
+from fuser.recipe import Recipe
 from refops.arguments import did_you_mean, shown
 
 
@@ -46,6 +48,29 @@ def delayed_layers(model: torch.nn.Module) -> dict[str, Any]:
         for name, module in model.named_modules()
         if isinstance(module, ConvertedProduct) and module.recipe is not None and module.recipe.delayed()
     }
+
+
+def warn_of_lost_scales(model: torch.nn.Module, recipes: Mapping[Any, Recipe]) -> None:
+    """Warn of the delayed scales that a step has set in a model and that its layers lose under `recipes`.
+
+    A recipe of another class starts anew at the next call, and torch's modules have no scales.
+    """
+    lost = []
+    for name, module in model.named_modules():
+        if not isinstance(module, ConvertedProduct) or module._pipeline is None:
+            continue
+        linear: Any = module._pipeline._basic_ops[0]
+        before = linear.delayed_recipe()
+        if before is not None and not isinstance(recipes.get(module), type(before)):
+            lost.append(name or type(module).__name__)
+    if lost:
+        warnings.warn(
+            f"the scales and amax histories of delayed scaling of {shown(lost)} are dropped. To keep them, call state "
+            "= fuser.scaling_state(model) before this, and fuser.load_scaling_state(model, state) once these layers "
+            "are under DelayedScaling again. Or convert a copy, inplace=False, also where a CustomRecipe keeps scales",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def load_scaling_state(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import re
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fuser
-from fuser.recipe import DelayedScaling, MXFP8BlockScaling
+from fuser.quantization.state import DelayedScalingRequest
+from fuser.recipe import CustomRecipe, DelayedScaling, MXFP8BlockScaling
 
 UNSET = "delayed scaling has seen no step, so its scales are still 1"
+DROPPED = "the scales and amax histories of delayed scaling"
 
 
 def small_weights():
@@ -224,10 +227,54 @@ class TestSavingAndLoading:
         fuser.load_scaling_state(fresh, state)
         assert torch.equal(fuser.scaling_state(fresh)["2"], state["again"])
 
-    def test_back_to_torch_drops_them(self):
+    @pytest.mark.parametrize("recipe", [None, MXFP8BlockScaling(), {"1": MXFP8BlockScaling()}])
+    def test_what_drops_them_says_so_and_how_to_keep_them(self, recipe):
+        model, wanted = self.trained(), self.trained()
+        with pytest.warns(UserWarning, match=re.escape(f"{DROPPED} of ['0', '2'] are dropped. To keep")) as caught:
+            state = fuser.scaling_state(model)
+            fuser.convert(model, recipe)
+        assert len(caught) == 1 and caught[0].filename == __file__
+        with torch.no_grad():
+            model(inputs())  # under a recipe of another class it is the call that drops them
+        fuser.convert(model, DelayedScaling())
+        assert not any(one.numel() for one in fuser.scaling_state(model).values())
+        fuser.load_scaling_state(model, state)
+        with torch.no_grad():
+            assert torch.equal(model(inputs()), wanted(inputs()))
+
+    def test_only_the_layers_that_lose_them_are_named(self):
         model = self.trained()
-        fuser.convert(fuser.convert(model, None), DelayedScaling())
-        assert not any(state.numel() for state in fuser.scaling_state(model).values())
+        with pytest.warns(UserWarning, match=re.escape(f"{DROPPED} of ['2'] are")):
+            fuser.convert(model, {"0": DelayedScaling(margin=1), "2": None})
+        with pytest.warns(UserWarning, match=re.escape(f"{DROPPED} of ['ConvertedLinear'] are")):
+            fuser.convert(model[0], None)
+
+    def test_nothing_is_dropped_where_the_warning_is_an_error(self):
+        model, wanted = self.trained(), self.trained()
+        with pytest.raises(UserWarning, match=DROPPED):  # every warning is an error in these tests
+            fuser.convert(model, None)
+        with torch.no_grad():
+            assert torch.equal(model(inputs()), wanted(inputs()))
+
+    def test_scales_of_custom_quantizers_are_named_too(self):
+        recipe = CustomRecipe(qfactory=lambda role: DelayedScalingRequest())
+        model = fuser.convert(small_weights(), recipe)
+        train(model)
+        with pytest.warns(UserWarning, match="Or convert a copy, inplace=False, also where a CustomRecipe keeps"):
+            fuser.convert(model, None)
+
+    def test_no_warning_where_no_scales_are_lost(self):
+        """Every warning is an error here."""
+        fuser.convert(self.trained(), None, inplace=False)
+        fuser.convert(self.trained(), DelayedScaling(amax_history_len=4), pad=True)
+        fuser.compare(self.trained(), inputs(), MXFP8BlockScaling(), quiet=True)
+        others = fuser.convert(small_weights(), MXFP8BlockScaling())
+        train(others)
+        uncalled, evaluated = (fuser.convert(small_weights(), DelayedScaling()) for _ in range(2))
+        with pytest.warns(UserWarning, match=UNSET):
+            error(evaluated, small_weights())  # no step has set a scale
+        for model in (uncalled, evaluated, others, small_weights()):
+            fuser.convert(model, None)
 
     def test_what_is_suspended_by_a_call_without_a_recipe_is_saved(self):
         model = self.trained()
