@@ -29,6 +29,11 @@ def publish(made: dict[str, Any], namespace: dict[str, Any]) -> None:
     namespace.update(made)
 
 
+def name_of(layer: str, tensor: str) -> str:
+    """What tables call a tensor of a layer; the model itself has no name."""
+    return f"{layer} {tensor}".strip()
+
+
 def is_quantized_tensor(tensor: Any) -> bool:
     """Whether `tensor` holds quantized data (a `QuantizedTensor` or a bare storage)."""
     return isinstance(tensor, QuantizedTensorStorage)

@@ -19,6 +19,7 @@ import torch
 from rich.table import Table
 
 from fuser import dispatch
+from fuser.common import name_of
 from fuser.conversion.modules import Converted, require_module
 from fuser.dispatch import Buffers
 from fuser.dtypes import HIGH_PRECISION
@@ -388,11 +389,6 @@ def worst(records: Sequence[QuantizationRecord]) -> Measurement:
         flushed=chosen(max, "flushed"),
         saturated=chosen(max, "saturated"),
     )
-
-
-def name_of(layer: str, tensor: str) -> str:
-    """What tables call a tensor of a layer; the model itself has no name."""
-    return f"{layer} {tensor}".strip()
 
 
 def not_finite_in(records: Sequence[QuantizationRecord], where: str = "") -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from rich.table import Table
 
+from fuser.conversion.reasons import refusal_on_gpus
 from fuser.recording import (
     WORST_COLUMNS,
     QuantizationRecord,
@@ -239,10 +240,7 @@ class Comparison:
         for idle, where in self._alike(lambda found: found.idle):
             parts += nothing_quantized_of(idle, where)
         for operands, where in self._alike(lambda found: found.refused_on_gpus):
-            parts.append(
-                f"On a GPU TE refuses FP8 products{where} with a size that is no multiple of 16: "
-                f"{', '.join(operands)}. Here they were emulated."
-            )
+            parts.append(refusal_on_gpus(operands, where))
         for line in dict.fromkeys(line for found in self.recipes for line in found.left):
             who = ", ".join(found.recipe for found in self.recipes if line in found.left)
             parts.append(f"left in high precision under {who}: {line}")

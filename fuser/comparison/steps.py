@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from types import SimpleNamespace
@@ -12,40 +11,29 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from fuser.common import copied
+from fuser.common import copied, name_of
 from fuser.comparison.findings import Coverage
 from fuser.conversion import Plan, carried_out
 from fuser.conversion.modules import CONVERTED, Converted
-from fuser.conversion.reasons import own_matrices
+from fuser.conversion.reasons import FP8_QUANTIZERS, own_matrices, refused_on_gpus
 from fuser.conversion.rules import Rule
 from fuser.op import BasicOperation, FusibleOperation
 from fuser.pipeline import ForwardStep, forward_observers, rows_before_padding
 from fuser.quantization.contexts import autocast
-from fuser.quantization.quantizers import (
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    is_computing_again,
-)
+from fuser.quantization.quantizers import is_computing_again
 from fuser.quantization.state import FP8GlobalStateManager
 from fuser.quantization.storage import QuantizedTensorStorage
 from fuser.recipe import Recipe
 from fuser.recording import (
     QuantizationRecord,
     layer_of,
-    name_of,
     operations_of,
     quantizers_of,
     quantizing_layers,
     statistics,
 )
-from refops.arguments import dimensions, say_who, shown
+from refops.arguments import say_who, shown
 
-#: What TE and cuBLAS want the sizes of FP8 operands to be multiples of on a GPU. A forward pass needs 8 of those sizes
-#: that it does not sum over, which its backward pass does.
-MULTIPLE_ON_GPUS = 16
-#: The quantizers of such operands. Other formats take no such sizes anywhere.
-_FP8 = (Float8Quantizer, Float8CurrentScalingQuantizer, Float8BlockQuantizer)
 #: A delayed scale has settled if its relative change from one step to the next is at most this.
 MOST_CHANGE = 0.1
 
@@ -107,18 +95,12 @@ def step_under(name: str, model: torch.nn.Module, rule: Rule, plan: Plan, batch:
 
 
 def _refused_on_gpus(model: torch.nn.Module, records: Sequence[QuantizationRecord], pad: bool) -> list[str]:
-    """Layer, tensor and shape of an FP8 operand of each layer whose products a GPU refuses; of its weight first.
-
-    `pad`: rows are appended where there are too few.
-    """
-    names = {name_of(layer, tensor) for quantizer, layer, tensor in quantizers_of(model) if isinstance(quantizer, _FP8)}
-    found: dict[str, str] = {}
-    for record in sorted(records, key=lambda record: not record.tensor.startswith("weight")):
-        rows, last = math.prod(record.shape[:-1]), record.shape[-1]
-        sizes = [last] if pad and not record.tensor.startswith("weight") else [rows, last]
-        if record.name in names and any(size % MULTIPLE_ON_GPUS for size in sizes):
-            found.setdefault(record.layer, f"{record.name} {dimensions(record.shape)}")
-    return list(found.values())
+    """`refused_on_gpus` of what was quantized in a step."""
+    names = {
+        name_of(layer, of) for quantizer, layer, of in quantizers_of(model) if isinstance(quantizer, FP8_QUANTIZERS)
+    }
+    operands = [(record.layer, record.tensor, record.shape) for record in records if record.name in names]
+    return refused_on_gpus(operands, pad=pad)
 
 
 def run_step(model: torch.nn.Module, rule: Rule, batch: Any, loss: Any) -> Outcome:

@@ -28,7 +28,13 @@ from fuser.conversion.modules import (
     Notice,
     require_module,
 )
-from fuser.conversion.reasons import TABLES, may_become, reason_to_leave
+from fuser.conversion.reasons import (
+    TABLES,
+    may_become,
+    reason_to_leave,
+    refusal_on_gpus,
+    weights_refused_on_gpus,
+)
 from fuser.conversion.rules import Rule, names_of, recipes_for
 from fuser.conversion.scales import load_scaling_state, scaling_state, warn_of_lost_scales
 from fuser.conversion.sequences import ConvertedSequential
@@ -99,6 +105,9 @@ def convert(
     layer is part of `model`. A layer of which `linear1` and `linear2` alone are given to `convert` computes without
     quantization there.
 
+    FP8 layers of sizes that TE and cuBLAS refuse on a GPU, no multiples of 16, are converted, and named in a warning of
+    its own; `compare` sees the rows, too.
+
     An input of another dtype than a linear layer's weight is an error, as in torch; operations of `fuser.ops`, as TE's,
     cast it. In `torch.autocast` a linear layer returns its dtype; norms and activations return the dtype that torch's
     do, so that float32 stays float32, where the operations of `fuser.ops`, as TE's, return autocast's. Norms compute
@@ -154,6 +163,8 @@ def convert(
     model = carried_out(model, plan, pad=pad, inplace=inplace, share_parameters=share_parameters)
     if problems:
         warnings.warn(f"left in high precision:\n  {problems}", UserWarning, stacklevel=2)
+    if plan.refused_on_gpus:
+        warnings.warn(refusal_on_gpus(plan.refused_on_gpus), UserWarning, stacklevel=2)
     return model
 
 
@@ -170,11 +181,13 @@ class Plan:
         recipes: of each module that it converts.
         left: a line for each module that stays in high precision despite a recipe.
         left_to_autocast: a line for each operation of `fuser.ops` that a recipe is for: it quantizes in an `autocast`.
+        refused_on_gpus: the weights in `recipes` whose FP8 products a GPU refuses for their sizes.
     """
 
     recipes: dict[torch.nn.Module, Recipe] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
     left_to_autocast: list[str] = field(default_factory=list)
+    refused_on_gpus: list[str] = field(default_factory=list)
 
 
 def planned(model: torch.nn.Module, rule: Rule, filter: Callable[[str, torch.nn.Module], bool] | None = None) -> Plan:
@@ -197,6 +210,7 @@ def planned(model: torch.nn.Module, rule: Rule, filter: Callable[[str, torch.nn.
             plan.left.append(f"{who}: {reason}")
         elif recipe is not None and may_become(module):
             plan.recipes[module] = recipe
+    plan.refused_on_gpus = weights_refused_on_gpus((one, of, names[one][0]) for one, of in plan.recipes.items())
     # A recipe for the whole model is for an output head, too, that multiplies by the table of an embedding.
     tables = {
         module

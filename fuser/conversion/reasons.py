@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
+from fuser.common import name_of
 from fuser.conversion.modules import (
     CONVERTED,
     ConvertedProduct,
@@ -19,8 +22,15 @@ from fuser.conversion.modules import (
 )
 from fuser.op import FusibleOperation
 from fuser.quantization.contexts import autocast, get_align_size_for_quantization
+from fuser.quantization.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, Float8Quantizer
 from fuser.recipe import Recipe
+from refops.arguments import dimensions
 
+#: What TE and cuBLAS want the sizes of FP8 operands to be multiples of on a GPU. A forward pass needs 8 of those sizes
+#: that it does not sum over, which its backward pass does.
+MULTIPLE_ON_GPUS = 16
+#: The quantizers of such operands. Other formats take no such sizes anywhere.
+FP8_QUANTIZERS = (Float8Quantizer, Float8CurrentScalingQuantizer, Float8BlockQuantizer)
 #: Modules of torch that multiply by their parameters and are not converted.
 _OTHER_PRODUCTS = (
     torch.nn.modules.conv._ConvNd,
@@ -108,17 +118,24 @@ def has_products(module: torch.nn.Module) -> bool:
     )
 
 
-def _misfit(module: Any, recipe: Any, name: str) -> str | None:
-    """Why a linear layer's sizes do not fit a recipe, given as many input rows as the recipe asks for."""
-    rows = get_align_size_for_quantization(recipe)
+def _linear_under(module: Any, recipe: Any, name: str) -> tuple[Any, tuple[int, int]]:
+    """The operation that multiplies in a layer, with its quantizers under a recipe; and the shape of its weight."""
     if torch_class(module) is torch.nn.Linear:
         weight = module._parameters.get("weight")
         out_features, in_features = (module.out_features, module.in_features) if weight is None else weight.shape
     else:
         in_features, out_features = max(own_matrices(module).values(), key=torch.numel).shape
+    linear: Any
     (linear,) = of_module(linear_operations((out_features, in_features), False), name)
     with autocast(recipe=recipe, _graph=True):
         linear.reset_recipe_state(recipe=recipe)
+    return linear, (out_features, in_features)
+
+
+def _misfit(module: Any, recipe: Any, name: str) -> str | None:
+    """Why a linear layer's sizes do not fit a recipe, given as many input rows as the recipe asks for."""
+    rows = get_align_size_for_quantization(recipe)
+    linear, (out_features, in_features) = _linear_under(module, recipe, name)
     wide, high = f"K = in_features = {in_features}", f"M = out_features = {out_features}"
     operands = [
         ("forward", 0, (rows, in_features), f"an input with {wide}"),
@@ -133,3 +150,40 @@ def _misfit(module: Any, recipe: Any, name: str) -> str | None:
             rule, _, _ = str(error).partition("; got")
             return f"{rule}; got {described}, which pad does not change"
     return None
+
+
+def weights_refused_on_gpus(modules: Iterable[tuple[torch.nn.Module, Recipe, str]]) -> list[str]:
+    """`refused_on_gpus` of linear layers by what is known before a call: the shapes of their weights.
+
+    `modules`: what is converted, with recipes and names.
+    """
+    weights = []
+    for module, recipe, name in modules:
+        if issubclass(conversion_of(module) or object, ConvertedProduct):
+            linear, shape = _linear_under(module, recipe, name)
+            if isinstance(linear.get_quantizer("forward", 1), FP8_QUANTIZERS):
+                weights.append((name, "weight", shape))
+    return refused_on_gpus(weights, pad=True)
+
+
+def refused_on_gpus(operands: Iterable[tuple[str, str, Sequence[int]]], *, pad: bool) -> list[str]:
+    """Layer, tensor and shape of an operand of each layer whose products a GPU refuses; of its weight first.
+
+    Args:
+        operands: layer, tensor and shape of what `FP8_QUANTIZERS` quantize.
+        pad: rows are appended where there are too few.
+    """
+    found: dict[str, str] = {}
+    for layer, tensor, (*leading, last) in sorted(operands, key=lambda operand: not operand[1].startswith("weight")):
+        sizes = [last] if pad and not tensor.startswith("weight") else [math.prod(leading), last]
+        if any(size % MULTIPLE_ON_GPUS for size in sizes):
+            found.setdefault(layer, f"{name_of(layer, tensor)} {dimensions((*leading, last))}")
+    return list(found.values())
+
+
+def refusal_on_gpus(operands: Sequence[str], where: str = "") -> str:
+    """The sentence about what `refused_on_gpus` found, under the recipes that `where` names."""
+    return (
+        f"On a GPU TE refuses FP8 products{where} with a size that is no multiple of {MULTIPLE_ON_GPUS}: "
+        f"{', '.join(operands)}. Here they are emulated."
+    )

@@ -22,6 +22,8 @@ from torch.nn.utils import parametrizations, prune, weight_norm
 import fuser
 import refops
 from fuser import conversion, ops
+from fuser.quantization.identity import IdentityQuantizer
+from fuser.quantization.state import DelayedScalingRequest
 from fuser.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -1084,9 +1086,34 @@ class TestWhatIsLeft:
         with pytest.raises(ValueError, match=r"strict must be False here: not all is converted:\n  2 \(Linear\)"):
             fuser.convert(model, MXFP8BlockScaling(), strict=True)
         fuser.convert(model, {"2": None, "*": MXFP8BlockScaling()}, strict=True)  # said, so no fault
-        fuser.convert(model, DelayedScaling(), strict=True)  # takes any size
         (line,) = self.warned(nn.Linear(10, 64))
         assert line.endswith("; got an input with K = in_features = 10, which pad does not change")
+
+    @pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling()])
+    def test_sizes_that_a_gpu_refuses(self, recipe):
+        """FP8 takes any size here, so that all is converted; `compare` says it of the same weights."""
+        model = nn.Sequential(nn.Linear(64, 24), nn.ReLU(), nn.Linear(24, 32), nn.Linear(32, 64))
+        with pytest.warns(UserWarning, match="^On a GPU TE refuses FP8 products with a size that is no") as caught:
+            fuser.convert(model, recipe, strict=True)
+        (warning,) = caught
+        assert str(warning.message).endswith(" of 16: 0 weight 24x64, 2 weight 32x24. Here they are emulated.")
+        assert warning.filename == __file__
+        assert [one.recipe for one in model] == [recipe] * 4
+        assert str(warning.message) in " ".join(str(fuser.compare(model, inputs(3, 64), recipe, quiet=True)).split())
+        model(inputs(32, 64)).sum().backward()  # not once more in a call
+        fuser.convert(model, {"3": recipe}, inplace=False)  # nothing is said of what is not converted
+
+    def test_sizes_that_a_gpu_refuses_of_other_layers(self):
+        conv = Conv1D(24, 64)  # its weight is 64x24, that of the operation 24x64
+        for model, recipe, named in (
+            (conv, DelayedScaling(), "weight 24x64"),
+            (nn.Linear(64, 24, device="meta"), DelayedScaling(), "weight 24x64"),
+            (nn.Linear(64, 24), CustomRecipe(qfactory=lambda role: DelayedScalingRequest()), "weight 24x64"),
+        ):
+            with pytest.warns(UserWarning, match=f"^On a GPU .* of 16: {named}. Here"):
+                fuser.convert(model, recipe)
+        other_format = CustomRecipe(qfactory=lambda role: IdentityQuantizer())
+        fuser.convert(nn.Linear(64, 24), other_format)  # every warning is an error here
 
     def test_nothing_is_changed_by_an_error(self):
         model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 10))
