@@ -33,6 +33,8 @@ from refops.quantization.result import stored_layout
 ROUTES = ("ffi", "callback")
 VARIABLE = "FUSER_XLA_ROUTE"
 FP4 = "float4_e2m1fn"
+#: Kind of call -> flags that are sent where they are False, too, as TE sends them. Others are sent where they are True.
+SENT_AS_FALSE = {kind: ("output_amax_when_no_scaling",) for kind in (ACTIVATION, GRADIENT)}
 _selected = ContextVar("fuser_xla_route", default=None)
 
 
@@ -136,10 +138,10 @@ def _execute(call, dtype, name, reference, *operands):
     attributes = {"scaling_mode": np.int64(call.scaling_mode), "quantize_layout": np.int64(call.quantize_layout)}
     if call.kind in (ACTIVATION, GRADIENT):
         attributes["act_enum"] = np.int64(call.act_enum)
-        attributes["output_amax_when_no_scaling"] = np.bool_(call.output_amax_when_no_scaling)
         if plan_of(call).bound.parameters:  # each attribute costs a microsecond a call
             attributes["act_params"] = {name: np.float32(value) for name, value in asdict(call.parameters).items()}
-    attributes |= {name: np.bool_(True) for name in FLAGS if getattr(call, name)}
+    always = SENT_AS_FALSE.get(call.kind, ())
+    attributes |= {name: np.bool_(getattr(call, name)) for name in FLAGS if getattr(call, name) or name in always}
     function = jax.ffi.ffi_call(
         ffi.TARGET_OF[call.kind], structs, vmap_method=vmap_method, input_output_aliases={len(operands) - 1: 4}
     )

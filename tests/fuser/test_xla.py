@@ -1,6 +1,7 @@
 """`fuser.xla`: both routes bit for bit against the kernels, under JAX's transformations, and the FFI frame itself."""
 
 import ctypes
+import re
 import threading
 from itertools import product
 
@@ -543,6 +544,28 @@ def test_te_s_gradient_target_keeps_te_s_contract():
         assert float(out[3][0]) == 0.5 and float(out[4][0]) == float(q.amax_rowwise[0])
         if is_dbias:
             assert_same_raw(np.asarray(out[5]).ravel(), sums)
+
+
+@pytest.mark.parametrize("output_amax", [False, True])
+def test_flags_are_sent_once_and_te_s_also_where_it_is_false(output_amax):
+    x, dz = jnp.ones((32, 1, 64)), jnp.ones((32, 64))
+
+    def attributes(function, *operands):
+        (sent,) = re.findall(r"mhlo.backend_config = \{(.*?)\}", jax.jit(function).lower(*operands).as_text())
+        return sent.split(", ")
+
+    numbers = ["quantize_layout = 0 : i64", "scaling_mode = 0 : i64"]
+    flag = f"output_amax_when_no_scaling = {str(output_amax).lower()}"
+    with xla.route("ffi"):
+        sent = attributes(lambda x: xla.act_lu(x, ("gelu",), output_amax_when_no_scaling=output_amax).data, x)
+        assert sent == ["act_enum = 0 : i64", flag, *numbers]
+        for is_dbias in (False, True):
+            options = {"is_dbias": is_dbias, "output_amax_when_no_scaling": output_amax}
+            sent = attributes(lambda dz, x, o=options: xla.quantize_dact_dbias(dz, x, **o)[0].data, dz, x)
+            assert sent == ["act_enum = 0 : i64", *["is_dbias = true"] * is_dbias, flag, *numbers]
+        q = quantizer_of(xla.ScalingMode.MXFP8_1D_SCALING)
+        sent = attributes(lambda x: xla.quantize(x, q).data, dz)
+        assert sent == ["quantize_layout = 0 : i64", "scaling_mode = 2 : i64"]
 
 
 @pytest.mark.parametrize(
