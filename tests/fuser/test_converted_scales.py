@@ -3,6 +3,7 @@
 import copy
 import io
 import re
+import warnings
 
 import pytest
 import torch
@@ -140,6 +141,13 @@ class TestJumps:
         assert times in str(caught[0].message)
         assert [saturated > 0.4 for saturated, _ in last] == [False, False, False, True, False, False]
         assert [saturated > 0.4 for saturated, _ in first] == [False, False, False, False, True, False]
+
+    @pytest.mark.parametrize(("factor", "warns"), [(255, False), (257, True)])
+    def test_from_which_growth_on_it_is_said(self, factor, warns):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            self.shares([1, 1, 1, factor])
+        assert [str(one.message)[:2] for one in caught] == ["2:"] * warns
 
     def test_what_vanishes_is_said(self):
         with pytest.warns(UserWarning, match="^2: .* below the smallest number of its format: all of it became zero"):
