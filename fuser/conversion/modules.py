@@ -102,8 +102,7 @@ class Converted(HoldsFusers, NotScriptable, torch.nn.Module):
     def pipeline(self) -> OperationFuser:
         """The operations that stand for this module, with the parameters that it has now."""
         present = self._present()
-        facts = [(name, value.device, value.shape) for name, value in present.items()]
-        made_for = (facts, self._settings(present))
+        made_for = ([(name, value.shape) for name, value in present.items()], self._settings(present))
         if self._pipeline is None or self._made_for != made_for:
             self._pipeline = OperationFuser(of_module(self._make_operations(present), self._name))
             self._made_for = made_for
@@ -378,7 +377,7 @@ def _is_conv1d(module: torch.nn.Module) -> bool:
 class _ConvertedNorm(Converted):
     def _settings(self, present: dict[str, torch.Tensor]) -> Any:
         module: Any = self
-        return module.eps, tuple(module.normalized_shape), present["weight"].dtype
+        return module.eps, tuple(module.normalized_shape), present["weight"].dtype, present["weight"].device
 
     def _make_operations(self, present: dict[str, torch.Tensor]) -> list[BasicOperation]:
         module: Any = self

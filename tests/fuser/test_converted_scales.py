@@ -212,6 +212,16 @@ class TestSavingAndLoading:
         fuser.load_scaling_state(fresh, state)
         assert all(torch.equal(one, state[name]) for name, one in fuser.scaling_state(fresh).items())
 
+    def test_into_a_model_that_gets_its_weights_afterwards(self):
+        """Scales stay where parameters go from one device to another, as to a GPU."""
+        model = self.trained()
+        with torch.device("meta"):
+            fresh = fuser.convert(small_weights(), DelayedScaling())
+        fuser.load_scaling_state(fresh, fuser.scaling_state(model))
+        fresh.load_state_dict(model.state_dict(), assign=True)
+        with torch.no_grad():
+            assert torch.equal(fresh(inputs()), model(inputs()))
+
     def test_a_part_of_the_layers(self):
         model, trained = fuser.convert(small_weights(), DelayedScaling()), fuser.scaling_state(self.trained())
         train(model, steps=1)
