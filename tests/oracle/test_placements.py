@@ -119,6 +119,178 @@ def test_other_faults_of_blocks_get_other_names(fault):
     assert answer is None or not NAMES & set(answer.names), str(answer)
 
 
+# --- whose scale a block is cast with ---------------------------------------------------------------------------------
+
+BLOCKS_2D = refops.BlockScaling(refops.E4M3, 2)
+FLOAT_2D = refops.BlockScaling(refops.E5M2, 2, power_2_scale=False)
+MX_2D = refops.MXFP8Scaling(refops.E4M3, two_d=True)
+NV_2D = refops.NVFP4Scaling(two_d=True)
+LARGEST = np.finfo(F).max
+
+
+def uneven(shape, seed=4, dtype=BF16):
+    """Values whose blocks have amaxes far apart, blocks of 16, of 32 and of 128."""
+    rng, sizes = np.random.default_rng(seed), np.ones(shape)
+    for edge in (16, 32, 128):
+        own = np.exp2(rng.uniform(-2.5, 2.5, tuple(-(-size // edge) for size in shape)))
+        sizes *= own.repeat(edge, axis=0).repeat(edge, axis=1)[: shape[0], : shape[1]]
+    return (rng.standard_normal(shape) * sizes).astype(dtype)
+
+
+def of_blocks(values, edges):
+    """Each block's entry, repeated over its elements."""
+    return values.repeat(edges[0], axis=0).repeat(edges[1], axis=1)
+
+
+def multipliers(x, scaling):
+    """(what each block of the rowwise copy is multiplied by, edges of a block), from float32 x."""
+    edges = scaling.layout.block
+    padded = np.pad(x, [(0, -size % edge) for size, edge in zip(x.shape, edges, strict=True)])
+    rows, columns = (size // edge for size, edge in zip(padded.shape, edges, strict=True))
+    amax = np.abs(padded).reshape(rows, edges[0], columns, edges[1]).max(axis=(1, 3))
+    if isinstance(scaling, refops.BlockScaling):
+        encode = (F(scaling.fmt.max) / amax).astype(F)
+        return np.exp2(np.floor(np.log2(encode))) if scaling.power_2_scale else encode, edges
+    if isinstance(scaling, refops.MXFP8Scaling):
+        return np.exp2(F(127) - refops.encode(amax * F(1 / 448), refops.E8M0, rounding="up").astype(F)), edges
+    encode = F(448 * 6) / amax.max()
+    scales = refops.decode(refops.encode(amax * (encode * (F(1) / F(6))), refops.E4M3), refops.E4M3)
+    return np.minimum(F(1) / (scales * (F(1) / encode)), LARGEST).astype(F), edges
+
+
+def cast(x, factor, scaling):
+    """The codes of x times a factor for each element, packed where the format is."""
+    with np.errstate(over="ignore"):
+        codes = refops.encode((x * factor).astype(F), scaling.fmt)
+    packed = scaling.layout.packed == 2 and codes.shape == x.shape
+    return codes[:, 0::2] | codes[:, 1::2] << 4 if packed else codes
+
+
+def with_codes_of(x, scaling, change):
+    """The rowwise copy, its codes cast with changed multipliers of the blocks, which are (rows, columns)."""
+    wide, (factor, edges) = x.astype(F), multipliers(x.astype(F), scaling)
+    outputs = arrays_of(refops.quantize(x, scaling))
+    own = cast(wide, of_blocks(factor, edges)[: x.shape[0], : x.shape[1]], scaling)
+    assert np.array_equal(own, outputs["rowwise_data"])
+    moved = of_blocks(np.ascontiguousarray(change(factor)), edges)[: x.shape[0], : x.shape[1]]
+    return outputs | {"rowwise_data": cast(wide, moved, scaling)}
+
+
+def exchanged(blocks):
+    return blocks.T
+
+
+def in_squares_of(edge, of_zeros):
+    """`of_zeros`: the multiplier of a block of zeros, which those beyond the tensor are."""
+
+    def change(blocks):
+        made = blocks.copy()
+        for i, j in np.ndindex(blocks.shape):
+            there = i // edge * edge + j % edge, j // edge * edge + i % edge
+            inside = all(n < size for n, size in zip(there, blocks.shape, strict=True))
+            made[i, j] = blocks[there] if inside else of_zeros
+        return made
+
+    return change
+
+
+def counted_along_rows(blocks):
+    rows, columns = blocks.shape
+    return np.array([[blocks.flat[j * columns + i] for j in range(columns)] for i in range(rows)])
+
+
+def counted_as_if_transposed(blocks):
+    rows, columns = blocks.shape
+    return np.array([[blocks.flat[j * rows + i] for j in range(columns)] for i in range(rows)])
+
+
+def lying_transposed(blocks):
+    return blocks.T.reshape(blocks.shape)
+
+
+TRANSPOSED = {
+    "squares of 128": (BLOCKS_2D, (512, 512), exchanged, "block [j, i],", BF16),
+    "ragged squares": (BLOCKS_2D, (450, 400), exchanged, "block [j, i],", F),
+    "float32 scales": (FLOAT_2D, (256, 256), exchanged, "block [j, i],", BF16),
+    "32 x 32": (MX_2D, (224, 224), exchanged, "block [j, i],", np.dtype(np.float16)),
+    "16 x 16": (NV_2D, (160, 160), exchanged, "block [j, i],", BF16),
+    "16 x 16 in tiles": (NV_2D, (160, 352), in_squares_of(8, LARGEST), "of its tile of 128 x 128 elements", BF16),
+    "16 x 16 in small tiles": (NV_2D, (160, 352), in_squares_of(4, LARGEST), "of its tile of 64 x 64 elements", F),
+    "32 x 32 in tiles": (MX_2D, (224, 384), in_squares_of(4, F(2.0**127)), "of its tile of 128 x 128 elements", BF16),
+    "more rows": (BLOCKS_2D, (512, 384), counted_along_rows, "the block at place 3 j + i, counted along rows:", BF16),
+    "other stride": (
+        BLOCKS_2D,
+        (384, 640),
+        counted_as_if_transposed,
+        "the block at place 3 j + i, counted along rows,",
+        BF16,
+    ),
+    "rows of 32": (MXFP8, (M, K), counted_along_rows, "the block at place 5 j + i, counted along rows:", BF16),
+    "rows of 16": (NVFP4, (M, K), counted_as_if_transposed, "the block at place 96 j + i, counted along rows,", F),
+    "rows of 32, stored transposed": (
+        MXFP8,
+        (M, K),
+        lying_transposed,
+        "the block at place 5 i + j, counted along columns,",
+        BF16,
+    ),
+}
+
+
+@sampled("case", TRANSPOSED, 3)
+def test_codes_cast_with_the_scale_of_the_transposed_block(case):
+    scaling, shape, change, said, dtype = TRANSPOSED[case]
+    x = uneven(shape, dtype=dtype)
+    answer = first(x, with_codes_of(x, scaling, change), scaling)
+    assert answer.names == ("multiplier-of-transposed-block",) and answer.explained > 0.99, str(answer)
+    assert said in answer.sentence and "though the stored scales are right" in answer.sentence
+
+
+def test_one_copy_cast_with_transposed_scales():
+    x = uneven((512, 512))
+    q = refops.quantize(x, BLOCKS_2D, columnwise=True)
+    answer = first(x, arrays_of(q) | with_codes_of(x, BLOCKS_2D, exchanged), BLOCKS_2D)
+    assert answer.names == ("multiplier-of-transposed-block",) and str(answer.place) == "the rowwise copy"
+
+
+def one_block_on(blocks):
+    return np.roll(blocks, 1, axis=1)
+
+
+def shuffled(blocks):
+    return np.random.default_rng(6).permuted(blocks, axis=1)
+
+
+def reversed_blocks(blocks):
+    return blocks[::-1, ::-1]
+
+
+def twice(blocks):
+    return blocks * 2
+
+
+def two_exchanged(blocks):
+    made = blocks.copy()
+    made[0, 1], made[1, 0] = blocks[1, 0], blocks[0, 1]
+    return made
+
+
+OTHERS = [one_block_on, shuffled, reversed_blocks, twice, two_exchanged]
+
+
+@sampled(("change", "scaling"), [(change, scaling) for change in OTHERS for scaling in (BLOCKS_2D, MX_2D, NV_2D)], 6)
+def test_codes_cast_with_other_scales_are_not_called_transposed(change, scaling):
+    x = uneven((512, 512) if scaling is BLOCKS_2D else (160, 160))
+    answer = first(x, with_codes_of(x, scaling, change), scaling)
+    assert answer is None or "multiplier-of-transposed-block" not in answer.names, str(answer)
+
+
+def test_two_powers_of_two_that_are_exchanged_are_no_evidence_of_a_transposition():
+    x = uneven((256, 256))
+    answer = first(x, with_codes_of(x, BLOCKS_2D, exchanged), BLOCKS_2D)
+    assert answer is None or "multiplier-of-transposed-block" not in answer.names, str(answer)
+
+
 # --- where scales are written -----------------------------------------------------------------------------------------
 
 

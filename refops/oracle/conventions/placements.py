@@ -1,14 +1,16 @@
-"""Conventions of where blocks begin, and of where in its array the scale of each block is written."""
+"""Conventions of where blocks begin, of whose scale a block is cast with, and of where in its array it is written."""
 
+import math
 from itertools import product
 
 import numpy as np
 
+from refops.formats import E8M0
 from refops.oracle.conventions.carried import inside, widened
 from refops.oracle.conventions.registry import computing
 from refops.oracle.conventions.scales import require_blocks, require_coded_scales
-from refops.oracle.geometry import TILE, Geometry, crop, part_of
-from refops.quantization.layout import ceil_div, swizzled_offset
+from refops.oracle.geometry import TILE, Geometry, Region, crop, part_of, whole
+from refops.quantization.layout import ceil_div, padded_blocks, swizzled_offset
 from refops.quantization.result import DIRECTIONS, reorder_scales
 from refops.scalings.declaration import SCALE_TILE
 
@@ -118,6 +120,135 @@ def displaced_blocks(replay, choice):
     replay.facts["grid"] = GRIDS[grid]
     replay.halo = "along"
     _displace(replay, by, grid)
+
+
+# --- whose scale a block is cast with ---------------------------------------------------------------
+
+#: Elements of a tensor up to which all of its scales are made for an index that goes over all of them.
+MOST_ELEMENTS = 1 << 20
+#: Blocks that must have another scale than the one that they are cast with; scales with no mantissa agree by chance.
+LEAST_MIRRORED, LEAST_MIRRORED_POWERS = 2, 6
+#: Share of these that must have a wrong code.
+LEAST_WRONG_BLOCKS = 0.5
+#: Which scale block [i, j] of {rows} x {columns} is cast with: name, or edge of the tiles in which it is -> words.
+MIRRORS = {
+    "grid": "block [j, i]",
+    128: "block [j, i] of its tile of 128 x 128 elements",
+    64: "block [j, i] of its tile of 64 x 64 elements",
+    "rows": "the block at place {columns} j + i, counted along rows: [j, i] where [i, j] is meant",
+    "columns": "the block at place {rows} j + i, counted along rows, as if the scales lay transposed",
+    "stored": "the block at place {columns} i + j, counted along columns, as the scales lie transposed",
+}
+TILES = tuple(how for how in MIRRORS if isinstance(how, int))
+
+
+def _mirrors(replay):
+    """The `MIRRORS` of kernels whose codes are wrong under right scales, where they would change what is cast."""
+    require_blocks(replay)
+    replay.require(replay.rule.choice is None and replay.layout.amax != "rows")
+    wrong = {name: mask.any() for name, mask in replay.setting.wrong.items()}
+    copies = [d for d in DIRECTIONS if wrong.get(f"{d}_data") and not wrong.get(f"{d}_scale_inv", True)]
+    return [how for how in MIRRORS if any(_shows(replay, direction, how) for direction in copies)]
+
+
+def _shows(replay, direction, how):
+    """Whether codes are wrong in enough of the blocks that would be cast with another scale."""
+    others = _others(replay, direction, how)
+    if others is None:
+        return False
+    geometry = Geometry.of(replay.scaling, direction)
+    codes = geometry.matrix(replay.setting.wrong[f"{direction}_data"], replay.setting.shape)
+    codes = codes.T if geometry.transposed else codes
+    edges = list(geometry.block)
+    edges[not geometry.transposed] //= geometry.packed
+    wrong = padded_blocks(codes, *edges).any(axis=(1, 3))
+    return np.mean(wrong[others]) >= LEAST_WRONG_BLOCKS
+
+
+def _others(replay, direction, how):
+    """Blocks of a copy that would be cast with another scale; None where they are too few to tell."""
+    setting, scales = replay.setting, f"{direction}_scale_inv"
+    if scales not in setting.outputs:
+        return None
+    geometry, everything = Geometry.of(replay.scaling, direction), whole(setting.shape)
+    runs = geometry.scales(setting.reference[scales], everything.rows, everything.columns)
+    down, along = (edge // run for edge, run in zip(geometry.block, geometry.run, strict=True))
+    own = runs[::down, ::along]
+    rows, columns = own.shape
+    if how == "grid":
+        applies = rows == columns
+    elif how in TILES:
+        applies = geometry.block[0] == geometry.block[1] < how
+    else:
+        applies = rows != columns and (how != "rows" or rows > columns) and math.prod(setting.shape) <= MOST_ELEMENTS
+    if not applies:
+        return None
+    fmt = replay.layout.scale_format
+    are_powers = fmt == E8M0 or getattr(replay.scaling, "power_2_scale", False)
+    least = LEAST_MIRRORED_POWERS if are_powers else LEAST_MIRRORED
+    others = _mirrored(own, how, geometry.block) != own
+    return others if np.count_nonzero(others) >= least else None
+
+
+def _mirrored(blocks, how, edges):
+    """For each block of the whole tensor (or of whole tiles, where `how` is one of them) the entry that casts it."""
+    rows, columns = blocks.shape
+    if how == "grid":
+        return blocks.T
+    if how in TILES:
+        edge = how // edges[0]
+        padded = np.zeros((ceil_div(rows, edge) * edge, ceil_div(columns, edge) * edge), blocks.dtype)
+        padded[:rows, :columns] = blocks
+        squares = padded.reshape(len(padded) // edge, edge, -1, edge)
+        return squares.transpose(0, 3, 2, 1).reshape(padded.shape)[:rows, :columns]
+    if how == "stored":
+        return blocks.T.reshape(blocks.shape)
+    i, j = np.indices(blocks.shape)
+    return blocks.reshape(-1)[j * (columns if how == "rows" else rows) + i]
+
+
+@computing(
+    "multiplier-of-transposed-block",
+    "The codes of block [i, j] are cast with the scale of {which}, though the stored scales are right: look at the "
+    "order of the two indices with which the cast reads its scale.",
+    stage="multiplier",
+    choices=_mirrors,
+    alone=True,
+)
+def multiplier_of_transposed_block(replay, choice):
+    shape, blocks_of = replay.setting.shape, replay.block_shapes
+
+    def multipliers(direction, parts):
+        """Those of the blocks of a rectangle; of blocks beyond the tensor what a block of zeros has."""
+        region = Region(*(slice(part.start, min(part.stop, size)) for part, size in zip(parts, shape, strict=True)))
+        values = replay.operands(direction, region)[1]
+        beyond = [(0, part.stop - part.start - size) for part, size in zip(parts, values.shape, strict=True)]
+        blocks = padded_blocks(np.pad(values, beyond), *blocks_of[direction])
+        return replay.scales(*replay.amaxes(blocks, direction, region))[1]
+
+    def spread(inner, multiplier, direction, region):
+        if _others(replay, direction, choice) is None:
+            return inner(multiplier, direction, region)
+        edges = blocks_of[direction]
+        rows, columns = (ceil_div(size, edge) for size, edge in zip(shape, edges, strict=True))
+        replay.facts["which"] = MIRRORS[choice].format(rows=rows, columns=columns)
+        parts = region.rows, region.columns
+        i, j = (slice(part.start // edge, ceil_div(part.stop, edge)) for part, edge in zip(parts, edges, strict=True))
+        if choice == "grid":
+            there = [slice(at.start * edge, at.stop * edge) for at, edge in zip((j, i), edges, strict=True)]
+            return inner(multipliers(direction, there).T, direction, region)
+        if choice in TILES:
+            tiles = [slice(p.start // choice * choice, ceil_div(p.stop, choice) * choice) for p in parts]
+            made = _mirrored(multipliers(direction, tiles), choice, edges)
+            i, j = (
+                slice(at.start - t.start // e, at.stop - t.start // e)
+                for at, t, e in zip((i, j), tiles, edges, strict=True)
+            )
+            return inner(made[i, j], direction, region)
+        made = _mirrored(multipliers(direction, (slice(0, shape[0]), slice(0, shape[1]))), choice, edges)
+        return inner(made[i, j], direction, region)
+
+    replay.wrap("spread", spread)
 
 
 # --- where scales are written ---------------------------------------------------------------------

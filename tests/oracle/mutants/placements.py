@@ -1,10 +1,10 @@
-"""Conventions of where blocks begin and where scales are written, of MXFP8 and NVFP4."""
+"""Conventions of where blocks begin, whose scales they are cast with, and where scales are written."""
 
 import numpy as np
 
-from mutants.kernels import F, cast, decode, gemm_order, spread
+from mutants.kernels import F, cast, decode, gemm_order, pack, spread
 from mutants.registry import convention
-from refops import E4M3, MXFP8Scaling, NVFP4Scaling
+from refops import E4M3, BlockScaling, MXFP8Scaling, NVFP4Scaling
 
 MX, NV = MXFP8Scaling(E4M3), NVFP4Scaling()
 SIZE, RAGGED = (512, 1024), (448, 1184)
@@ -47,6 +47,46 @@ def mx_amax_of_a_window_8_late(k):
     late = np.zeros_like(v)
     late[:, :-8] = v[:, 8:]
     return k.outputs(mx_bytes=lambda v, rows, columns: k.mx_byte(k.block_amax(late, rows, columns)))
+
+
+# --- whose scale a block is cast with ---------------------------------------------------------------------------------
+
+SQUARE = {"shape": (512, 512), "data": "heavy"}
+
+
+@convention("multiplier-of-transposed-block", "quantize", BlockScaling(E4M3, 2), columnwise=True, **SQUARE)
+def square_blocks_with_indices_exchanged(k):
+    """scale[j][i] for scale[i][j] in the cast of both copies; what is stored is right."""
+    v = k.computed()
+    codes = k.cast(v * spread(k.block_scales(v, 128, 128).T, 128, 128, v.shape))
+    return k.outputs() | {"rowwise_data": codes, "columnwise_data": np.ascontiguousarray(codes.T)}
+
+
+@convention("multiplier-of-transposed-block", "swiglu", MXFP8Scaling(E4M3, two_d=True), shape=(384, 1024), data="heavy")
+def swiglu_mx_scales_of_a_tile_exchanged(k):
+    """The 4 x 4 scales of a tile of 128 x 128 lie in shared memory as [j][i] and are read as [i][j]."""
+    v = k.before_cast(k.computed())
+    own = k.mx_multiplier(k.mx_bytes(v, 32, 32))
+    read = own.reshape(3, 4, 4, 4).transpose(0, 3, 2, 1).reshape(12, 16)
+    return k.outputs() | {"rowwise_data": cast(v * spread(read, 32, 32, v.shape), "e4m3")}
+
+
+@convention("multiplier-of-transposed-block", "quantize", NVFP4Scaling(two_d=True), columnwise=True, **SQUARE)
+def nv_columns_cast_as_if_scales_were_transposed(k):
+    """The transposed copy is cast with scales that are transposed once more."""
+    v = k.computed()
+    s_enc = k.global_scale(k.tensor_amax(v))
+    multiplier = k.nv_multiplier(k.nv_byte(k.block_amax(v, 16, 16), s_enc), s_enc)
+    codes = k.cast((v * spread(multiplier.T, 16, 16, v.shape)).T)
+    return k.outputs() | {"columnwise_data": pack(codes)}
+
+
+@convention("multiplier-of-transposed-block", "quantize", BlockScaling(E4M3, 1, power_2_scale=False), shape=(256, 1024))
+def scales_of_rows_read_as_stored(k):
+    """The scales of 1 x 128 are stored [block, row], and the cast reads them as [row, block]."""
+    v = k.computed()
+    read = np.ascontiguousarray(k.block_scales(v, 1, 128).T).reshape(256, 8)
+    return k.outputs() | {"rowwise_data": k.cast(v * spread(read, 1, 128, v.shape))}
 
 
 # --- where scales are written -----------------------------------------------------------------------------------------
