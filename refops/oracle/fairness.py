@@ -3,6 +3,19 @@
 import numpy as np
 
 
+def moves(values, codes, fmt):
+    """(judged, p, up): which float32 `values` lie between two numbers of the format; of those, how far each lies from
+    the lower magnitude to the higher, and whether its code is the higher.
+    """
+    magnitude = np.abs(values.astype(np.float64))
+    position = np.searchsorted(fmt.grid, magnitude, side="right") - 1
+    judged = np.isfinite(magnitude) & (position < len(fmt.grid) - 1)
+    judged[judged] &= magnitude[judged] != fmt.grid[position[judged]]
+    lower = position[judged]
+    p = (magnitude[judged] - fmt.grid[lower]) / (fmt.grid[lower + 1] - fmt.grid[lower])
+    return judged, p, fmt.magnitude_code(codes[judged]) > lower
+
+
 class Fairness:
     """Whether stochastic rounding moved up as often as fair random bits would.
 
@@ -10,7 +23,7 @@ class Fairness:
     many elements sum(up - p) has variance sum p (1 - p), also with the sign of each value, which tells a bias towards
     one infinity; and sum(up - p)(1 - 2p), which tells rounding to nearest, has sum p (1 - p) (1 - 2p)^2. Draws of 8
     bits may be off by 1/256 each besides. Each sum must stay within 7 standard deviations: a fair kernel fails once in
-    10^11 tensors. Means are tested, not independence: draws that repeat within a block pass.
+    10^11 tensors. Means are tested, not independence, which `draws` looks at.
     """
 
     def __init__(self):
@@ -19,13 +32,7 @@ class Fairness:
 
     def add(self, values, codes, fmt):
         """Count float32 `values` (already multiplied by their scale) and the codes written for them."""
-        magnitude = np.abs(values.astype(np.float64))
-        position = np.searchsorted(fmt.grid, magnitude, side="right") - 1
-        judged = np.isfinite(magnitude) & (position < len(fmt.grid) - 1)
-        judged[judged] &= magnitude[judged] != fmt.grid[position[judged]]
-        lower = position[judged]
-        p = (magnitude[judged] - fmt.grid[lower]) / (fmt.grid[lower + 1] - fmt.grid[lower])
-        up = fmt.magnitude_code(codes[judged]) > lower
+        judged, p, up = moves(values, codes, fmt)
         self._count += p.size
         self._up += float(up.sum())
         self._probability += float(p.sum())

@@ -3,6 +3,7 @@
 import numpy as np
 
 from refops.oracle import enclosure
+from refops.oracle.draws import SharedDraws
 from refops.oracle.enclosure import Bounds
 from refops.oracle.entries import shown_code, shown_codes, shown_ends, shown_entry, shown_interval, shown_range
 from refops.oracle.fairness import Fairness
@@ -31,7 +32,7 @@ class QuantizedJudge:
         self.values = rounded if path.casts_rounded else source
         in_float32 = enclosure.bounds_of(self.case, self.ulp, stored_float32=True, words=judge.words)
         self.amax_values = rounded if path.amax_rounded else in_float32
-        self._amaxes, self._fairness = {}, {}
+        self._amaxes, self._fairness, self._draws = {}, {}, {}
         self.dbias_values = rounded if path.dbias_rounded else source
         self.shape = source.shape
 
@@ -49,6 +50,9 @@ class QuantizedJudge:
             for_each(tile_slices(self.shape), judge_tile)
         for name, fairness in self._fairness.items():
             self.judge.tallies[name].bias = fairness.bias()
+            found = self._draws[name].found()
+            if found is not None and not self.judge.tallies[name].count:
+                self.judge.shared[name] = found
         if "dbias" in self.judge.outputs:
             self.judge.judge_sums("dbias", self.dbias_values, axis=0)
 
@@ -116,7 +120,8 @@ class QuantizedJudge:
         if geometry.block is None and not self._given(names["data"]):
             return None
         if self._given(names["data"]):
-            self._fairness[names["data"]] = Fairness()
+            stored = self.shape[::-1] if geometry.transposed else self.shape
+            self._fairness[names["data"]], self._draws[names["data"]] = Fairness(), SharedDraws(stored)
 
         def work(rows, columns):
             if geometry.block is None:
@@ -265,7 +270,13 @@ class QuantizedJudge:
         bits = self._random_bits(geometry, rows, columns)
         lowest, highest = enclosure.code_bounds(bounds, least, greatest, fmt, bits)
         if isinstance(bits, str):
-            self._fairness[name].add(bounds.lo * least, codes, fmt)
+            low = bounds.lo * least
+            self._fairness[name].add(low, codes, fmt)
+            high = low if bounds.lo is bounds.hi and least is greatest else bounds.hi * greatest
+            seen = (rows, columns, (low, high), codes)
+            if geometry.transposed:
+                seen = (columns, rows, (low.T, high.T), codes.T)
+            self._draws[name].add(*seen, fmt)
         wrong = ~enclosure.codes_inside(codes, lowest, highest, bounds.nan, fmt)
         if not wrong.any():
             return

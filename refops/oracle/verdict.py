@@ -16,11 +16,13 @@ from refops.formats import unpack_fp4
 from refops.hints import DTypeLike, Number
 from refops.oracle import enclosure
 from refops.oracle.coverage import coverage_of
+from refops.oracle.draws import said
 from refops.oracle.enclosure import Bounds
 from refops.oracle.entries import shown_code, shown_entry, shown_range
 from refops.oracle.geometry import stored_index
 from refops.oracle.interval import CoarseTanh
 from refops.oracle.operation import JUDGED, MATMUL, Case, require_operation
+from refops.oracle.places import Place
 from refops.oracle.quantized_tensors import is_swizzled
 from refops.oracle.quantized_verdict import QuantizedJudge
 from refops.oracle.report import NOTHING_CHECKED, Explanation, Mismatch, Report
@@ -86,7 +88,8 @@ def check(
             with ulp=0, else "ignore".
         random_bits: of stochastic rounding. "given": those of the scaling, so each code is decided. "any": the kernel
             draws its own; either neighbour of a value is right, and over all elements the share that moves up must be
-            what fair bits give (within 7 standard deviations and the 1/256 that 8-bit draws may be off).
+            what fair bits give (within 7 standard deviations and the 1/256 that 8-bit draws may be off). Elements that
+            share one random number are named, or noted where that share is fair all the same.
         diagnose: look for the convention that explains a wrong dump.
         budget: seconds of processor time that this may take; a note says where it ended the search. None: no bound.
         progress: called now and then meanwhile, with the seconds spent and the budget.
@@ -152,6 +155,9 @@ def check(
             judge.notes.append(f"the diagnosis ended after {budget:g} s of processor time: a larger budget tries more")
         if not explanations:
             explanations = coarser_functions(judge, limit)
+    if diagnose:
+        shared = shared_numbers(judge)
+        explanations, diagnosed = (*explanations, *shared), diagnosed or bool(shared)
     report = judge.report(explanations, diagnosed)
     return replace(report, coverage=coverage_of(case, judge.outputs, judge.reference)) if report.ok else report
 
@@ -226,6 +232,39 @@ def acceptable(
     with np.errstate(all="ignore"):
         for_each(tile_slices(source.shape), work)
     return Acceptable(*(array.reshape(case.result_shape) for array in (lower, upper, nan)))
+
+
+def shared_numbers(judge):
+    """The explanations of stochastic rounding that is not fair because elements share a random number.
+
+    Numbers that are fair all the same are worth a note.
+    """
+    explanations = {}
+    for name, found in judge.shared.items():
+        if judge.tallies[name].bias:
+            explanations.setdefault(found, []).append(name)
+            continue
+        judge.notes.append(
+            f"{name}: one random number rounds {said(found)}, where each element needs one of its own; means are fair "
+            f"all the same"
+        )
+    if not explanations:
+        return ()
+    from refops.oracle.conventions import CONVENTIONS  # which a right dump does not pay for
+
+    convention = CONVENTIONS["random-number-shared"]
+    copies = sum(name.endswith("_data") for name in judge.tallies)
+    unfair = sum(bool(tally.bias) for tally in judge.tallies.values())
+    return tuple(
+        Explanation(
+            (convention.name,),
+            convention.sentence.format(what=said(found)),
+            0.0 if judge.wrong else len(names) / unfair,
+            place=None if len(names) == copies else Place(tuple(names)),
+            whole_arrays=tuple(names),
+        )
+        for found, names in explanations.items()
+    )
 
 
 def coarser_functions(judge, budget):
@@ -309,6 +348,7 @@ class Judge:
         outputs: name -> array as stored; scales in plain order.
         reference: name -> the reference's array.
         tallies: name -> `Tally`.
+        shared: name -> which elements share a random number (`SharedDraws.found`), where random bits may be any.
         words: vocabulary of intervals that decides what is right; None: `refops.oracle.interval.INTERVALS`.
         gives_up: function asked before each tile: whether the others need not be judged.
     """
@@ -316,7 +356,7 @@ class Judge:
     def __init__(self, case, outputs, unpadded, ulp, padding, random_bits):
         self.gives_up = lambda: False
         self.case, self.ulp, self.padding, self.unpadded = case, ulp, padding, unpadded
-        self.random_bits, self.words = random_bits, None
+        self.random_bits, self.words, self.shared = random_bits, None, {}
         self.notes = []
         self.outputs = {name: self._plain_order(name, array) for name, array in outputs.items()}
         self.reference = case.reference(outputs)

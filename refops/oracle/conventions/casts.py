@@ -7,8 +7,10 @@ import numpy as np
 
 from refops.arguments import BFLOAT16
 from refops.formats import E4M3, E5M2, FORMATS, encode_tile
+from refops.oracle.conventions.factors import scaled_values
 from refops.oracle.conventions.registry import computing
 from refops.oracle.conventions.scales import require_scaling, require_two_levels, set_scale_max
+from refops.oracle.draws import Ends, SharedDraws, said, shares, spread
 from refops.oracle.geometry import Geometry
 from refops.oracle.replay import TensorReplay
 from refops.quantization.layout import padded_blocks
@@ -639,6 +641,65 @@ PHILOX_CHANGES = {
 }
 
 
+def _shared_draws(replay):
+    """What elements of the probe share a random number in some copy, as `SharedDraws.all_found` says it."""
+    require_stochastic(replay)
+    setting, region, found = replay.setting, replay.setting.probe, []
+    replay.require(region is not None)
+    for name in (name for name in setting.outputs if name.endswith("_data")):
+        seen = scaled_values(setting.replay(), name.removesuffix("_data"), region)
+        values, codes = (_as_stored(replay, name, _flat(blocks, region.shape)) for blocks in seen)
+        draws = SharedDraws(codes.shape)
+        draws.add(*(slice(0, size) for size in codes.shape), (values, values), codes, replay.fmt)
+        found += draws.all_found()
+    return list(dict.fromkeys(found))
+
+
+def _as_stored(replay, direction, matrix):
+    """A matrix of elements in the order in which a copy stores them; from there back again."""
+    return matrix.T if Geometry.of(replay.scaling, direction).transposed else matrix
+
+
+def _flat(blocks, shape):
+    """A `block_view` as a matrix, without what lies beyond the tensor."""
+    rows, columns = blocks.shape[:2], blocks.shape[2:]
+    return blocks.reshape(math.prod(rows), math.prod(columns))[: shape[0], : shape[1]]
+
+
+@computing(
+    "random-number-shared",
+    "One random number rounds {what}, where each element needs one of its own, so that errors do not average out: look "
+    "for a draw outside the loop over elements.",
+    stage="random",
+    choices=_shared_draws,
+    alone=True,
+)
+def random_number_shared(replay, choice):
+    group, sense = choice
+    replay.facts["what"] = said(choice)
+    dump, seen = _dumped_codes(replay), {}
+
+    def encode(inner, values, bits):
+        own, (codes, direction, region) = inner(values, bits), dump()
+        if codes is None:
+            return own
+        stored = (_as_stored(replay, direction, _flat(blocks, region.shape)) for blocks in (values, codes))
+        p, up = shares(*stored, replay.fmt, sense)
+        ends, transposed = Ends(p, up, group), Geometry.of(replay.scaling, direction).transposed
+        if None in group:  # one number in all rectangles
+            whole = seen.setdefault(direction, Ends.none(replay.shape[:: -1 if transposed else 1], group))
+            whole.include(ends, group, *(region.rows, region.columns)[:: -1 if transposed else 1])
+        moved, p = (_as_stored(replay, direction, a) for a in (p > spread(ends.numbers(), group, p.shape), p))
+        if sense == "value":
+            moved ^= np.signbit(_flat(values, region.shape))
+        below = encode_tile(values, replay.fmt, rounding="toward_zero")
+        above = _encode_magnitudes(values, replay.fmt, "up")
+        moved, unknown = (padded_blocks(a, *values.shape[1::2]) for a in (moved, np.isnan(p)))
+        return np.where(unknown, own, np.where(moved, above, below))
+
+    replay.wrap("encode", encode)
+
+
 @computing(
     "other-random-bits",
     "The data are rounded stochastically, but with other random bits than those of the call{how}.",
@@ -681,30 +742,34 @@ def other_random_bits(replay, choice):
 
 def _either_neighbour(replay):
     """Take the dump's code where it is one of the two neighbours of the scaled value."""
-    outputs = replay.setting.outputs
-    replay.require(all(_much_differs(replay, name) for name in outputs if name.endswith("_data")))
-    state = {}
-
-    def quantize_blocks(inner, values, amax_values, direction, region):
-        state["dump"] = None
-        name = f"{direction}_data"
-        if name in outputs:
-            codes = Geometry.of(replay.scaling, name).codes(outputs[name], replay.shape, region.rows, region.columns)
-            codes = np.ascontiguousarray(codes)
-            shape = replay.block_shapes[direction]
-            state["dump"] = padded_blocks(codes, *shape)
-        return inner(values, amax_values, direction, region)
+    replay.require(all(_much_differs(replay, name) for name in replay.setting.outputs if name.endswith("_data")))
+    dump = _dumped_codes(replay)
 
     def encode(inner, values, bits):
-        if state["dump"] is None:
+        codes, _, _ = dump()
+        if codes is None:
             return inner(values, bits)
         below = encode_tile(values, replay.fmt, rounding="toward_zero")
         above = _encode_magnitudes(values, replay.fmt, "up")
-        dump = state["dump"]
-        return np.where((dump == below) | (dump == above), dump, inner(values, bits))
+        return np.where((codes == below) | (codes == above), codes, inner(values, bits))
+
+    replay.wrap("encode", encode)
+
+
+def _dumped_codes(replay):
+    """A function that gives what is being cast: the dump's codes of its blocks (None if none), the copy, the region."""
+    outputs, state = replay.setting.outputs, {}
+
+    def quantize_blocks(inner, values, amax_values, direction, region):
+        name, codes = f"{direction}_data", None
+        if name in outputs:
+            codes = Geometry.of(replay.scaling, name).codes(outputs[name], replay.shape, region.rows, region.columns)
+            codes = padded_blocks(np.ascontiguousarray(codes), *replay.block_shapes[direction])
+        state["cast"] = codes, direction, region
+        return inner(values, amax_values, direction, region)
 
     replay.wrap("quantize_blocks", quantize_blocks)
-    replay.wrap("encode", encode)
+    return lambda: state["cast"]
 
 
 def _much_differs(replay, name):

@@ -384,6 +384,31 @@ def sr_with_its_own_generator(k):
     return k.outputs(random_bytes=lambda rows, columns, first: k.rng.integers(0, 256, (rows, columns), np.uint8))
 
 
+@convention("random-number-shared", "quantize", NV_SR, shape=(256, 1024), columnwise=True)
+def sr_with_one_number_a_thread(k):
+    """Each thread draws once for the row that it casts."""
+
+    def random_bytes(rows, columns, first):
+        return np.repeat(k.rng.integers(0, 256, (rows, 1), np.uint8), columns, axis=1)
+
+    return k.outputs(random_bytes=random_bytes)
+
+
+@convention("random-number-shared", "swiglu", NV_SR, shape=(256, 1024))
+def swiglu_sr_with_one_byte_a_word(k):
+    """The low byte of each word of Philox serves all four elements of the word."""
+    right = k.random_bytes
+    return k.outputs(
+        random_bytes=lambda rows, columns, first: np.repeat(right(rows, columns, first)[:, ::4], 4, axis=1)
+    )
+
+
+@convention("random-number-shared", "quantize", NV_SR, shape=(256, 512))
+def sr_with_one_number_a_call(k):
+    """The random byte is an argument of the kernel."""
+    return k.outputs(random_bytes=lambda rows, columns, first: np.full((rows, columns), 75, np.uint8))
+
+
 # --- 4over6 -----------------------------------------------------------------------------------------------------------
 
 
