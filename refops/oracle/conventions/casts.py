@@ -6,12 +6,12 @@ import ml_dtypes
 import numpy as np
 
 from refops.arguments import BFLOAT16
-from refops.formats import E4M3, E5M2, FORMATS, encode_tile
+from refops.formats import E4M3, E5M2, E8M0, FORMATS, encode_tile
 from refops.oracle.conventions.factors import scaled_values
 from refops.oracle.conventions.registry import computing
 from refops.oracle.conventions.scales import require_scaling, require_two_levels, set_scale_max
 from refops.oracle.draws import Ends, SharedDraws, said, shares, spread
-from refops.oracle.geometry import Geometry
+from refops.oracle.geometry import Geometry, Region, whole
 from refops.oracle.replay import TensorReplay
 from refops.quantization.layout import padded_blocks
 from refops.quantization.quantize import philox_groups
@@ -153,11 +153,21 @@ def truncation(replay, choice):
 
 @computing(
     "ties-away",
-    "The cast to {what} rounds ties away from zero, where TE rounds them to even.",
+    "The cast to {what} rounds ties away from zero, where TE rounds them to even{besides}.",
     stage="cast",
 )
 def ties_away(replay):
     _other_rounding(replay, "nearest_away")
+    if replay.computes and replay.scaling is not None and not _has_powers_of_two(replay):
+        replay.facts["besides"] = " (or what elements are multiplied by is one unit in the last place too high)"
+
+
+def _has_powers_of_two(replay):
+    """Whether elements are multiplied by powers of two, which no rounding moves."""
+    given = replay.scaling.given
+    if given is not None:
+        return math.frexp(float(given))[0] == 0.5
+    return replay.layout.scale_format == E8M0 or getattr(replay.scaling, "power_2_scale", False)
 
 
 @computing(
@@ -777,3 +787,143 @@ def _much_differs(replay, name):
     ours, dump = replay.setting.reference[name].reshape(-1), replay.setting.outputs[name].reshape(-1)
     part = slice(0, 1 << 20)
     return (ours[part] != dump[part]).mean() > 0.1
+
+
+# --- the last place of the multiplier -------------------------------------------------------------
+
+#: Units in the last place by which a multiplier may be off: fast reciprocals and divisions have one or two.
+OFF_BY = (1, -1, 2, -2)
+#: Units up to which a number is looked for that gives the same codes: numbers of 16 bits may not tell them apart.
+MOST_UNITS = 1 << 12
+#: Wrong codes that an offset must give, for each number that is fitted to it; the most of all, as a share.
+LEAST_CODES, MOST_WRONG = 4, 0.25
+#: Elements up to which all are compared, or all of the rows of a probe.
+MOST_ELEMENTS = 1 << 19
+
+
+def _last_places(replay):
+    """The least and the greatest offset that gives the wrong codes, or "fitted" for one of each scale: one or none.
+
+    A product that is rounded otherwise than to nearest, a quotient in its place, and ties that all go one way move
+    codes as well: where one of these gives the codes too, no offset is named.
+    """
+    require_scaling(replay)
+    setting = replay.setting
+    replay.require(setting.probe is not None and replay.scaling.random is None and replay.rule.choice is None)
+    wrong = {name: setting.wrong[name] for name in setting.wrong if name.endswith("_data")}
+    copies = [name.removesuffix("_data") for name, mask in wrong.items() if mask.any()]
+    replay.require(copies and all(mask.mean() <= MOST_WRONG for mask in wrong.values()))
+    found = [_last_places_of(replay, direction) for direction in copies]
+    if any(offsets != found[0] for offsets in found):
+        least = {offsets and offsets[0] for offsets in found}
+        if len(least) > 1 or found[0] in (None, "fitted"):
+            return []
+        return [min(found, key=lambda offsets: abs(offsets[1]))]
+    return [found[0]] if found[0] is not None else []
+
+
+def _last_places_of(replay, direction):
+    values, multiplier, codes = _products(replay, direction)
+    encode = lambda scaled: replay.encode(scaled, None)  # noqa: E731
+    count = np.count_nonzero(encode(values * multiplier) != codes)
+    if count < LEAST_CODES:
+        return None
+    others = (encode(scaled) for scaled in _made_otherwise(values, multiplier))
+    if any(np.array_equal(made, codes) for made in others) or _rounds_ties_alone(
+        values * multiplier, codes, replay.fmt
+    ):
+        return None
+
+    def gives(units):
+        return np.array_equal(encode(values * _moved(multiplier, units)), codes)
+
+    least = next((units for units in OFF_BY if gives(units)), None)
+    if least is not None:
+        sign, low, high = np.sign(least), abs(least), 2 * abs(least)
+        while high <= MOST_UNITS and gives(sign * high):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if gives(sign * middle) else (low, middle)
+        return least, int(sign * low)
+    if multiplier.shape[1::2] != (1, 1):
+        return None
+    moved = _fitted(values, multiplier, codes, encode)
+    fitted = len(np.unique(multiplier[moved != multiplier]))
+    is_evident = fitted > 1 and count >= LEAST_CODES * fitted
+    return "fitted" if is_evident and np.array_equal(encode(values * moved), codes) else None
+
+
+def _products(replay, direction):
+    """(float32 values, what they are multiplied by, the dump's codes), block by block: of all, or of a part."""
+    seen, own, everything = [], replay.setting.replay(), whole(replay.setting.shape)
+    own.wrap("multiply", lambda inner, *factors: (seen.append(factors), inner(*factors))[1])
+    band = Region(replay.setting.probe.rows, everything.columns)
+    region = next((r for r in (everything, band) if math.prod(r.shape) <= MOST_ELEMENTS), replay.setting.probe)
+    _, codes = scaled_values(own, direction, region)
+    replay.require(len(seen) == 1)
+    values, multiplier = seen[0]
+    return values, np.asarray(multiplier, F), codes
+
+
+def _rounds_ties_alone(scaled, codes, fmt):
+    """Whether the codes are those of a cast with ties away from zero, or towards it."""
+    away = encode_tile(scaled, fmt, rounding="nearest_away")
+    below = np.copysign(np.nextafter(np.abs(scaled), F(0)), scaled)
+    return np.array_equal(away, codes) or np.array_equal(encode_tile(below, fmt, rounding="nearest_away"), codes)
+
+
+def _made_otherwise(values, multiplier):
+    """Products of float32 numbers, rounded towards zero, away from it, and not at all before the cast; a quotient."""
+    exact = values.astype(np.float64) * multiplier  # 48 bits
+    nearest = exact.astype(F)
+    off = np.abs(nearest.astype(np.float64)) - np.abs(exact)
+    cut = np.where(off > 0, np.nextafter(nearest, F(0)), nearest)
+    away = np.where(off < 0, np.nextafter(nearest, np.copysign(F(np.inf), nearest)), nearest)
+    odd = np.where((off != 0) & (cut.view(np.uint32) & 1 == 0), away, cut)  # rounds as the exact product does
+    return cut, away, odd, values / (F(1) / multiplier)
+
+
+def _moved(multiplier, units):
+    """Positive float32 numbers, `units` in the last place larger; 0, infinity and NaN as they are."""
+    usual = np.isfinite(multiplier) & (multiplier > 0)
+    return np.where(usual, (multiplier.view(np.int32) + np.int32(units)).view(F), multiplier)
+
+
+def _fitted(values, multiplier, codes, encode):
+    """The multipliers, each moved by the units that give most codes of its blocks: those of one scale by the same."""
+    _, scale = np.unique(multiplier, return_inverse=True)
+    offsets = (0, *OFF_BY)
+    missed = [
+        np.bincount(scale.ravel(), (encode(values * _moved(multiplier, off)) != codes).sum(axis=(1, 3)).ravel())
+        for off in offsets
+    ]
+    units = np.array(offsets)[np.argmin(missed, axis=0)][scale].reshape(multiplier.shape)
+    return _moved(multiplier, units.astype(np.int32))
+
+
+@computing(
+    "multiplier-slightly-off",
+    "What each element is multiplied by is {what} in the last place: look for an approximate reciprocal (rcp.approx, "
+    "fast division) or another order of the scale's products.",
+    stage="multiply",
+    choices=_last_places,
+    alone=True,
+)
+def multiplier_slightly_off(replay, choice):
+    if choice != "fitted":
+        least, most = (abs(units) for units in choice)
+        units = f"{least} unit{'s' * (least > 1)}" if least == most else f"{least} to {most:,} units"
+        replay.facts["what"] = f"too {'high' if choice[0] > 0 else 'low'} by {units}"
+        replay.wrap("multiply", lambda inner, values, multiplier: inner(values, _moved(multiplier, choice[0])))
+        return
+    replay.facts["what"] = f"off by up to {max(OFF_BY)} units, by other numbers for other scales,"
+    dump = _dumped_codes(replay)
+
+    def multiply(inner, values, multiplier):
+        codes, _, _ = dump()
+        if codes is None:
+            return inner(values, multiplier)
+        return inner(values, _fitted(values, multiplier, codes, lambda scaled: replay.encode(scaled, None)))
+
+    replay.wrap("multiply", multiply)

@@ -629,3 +629,25 @@ def mx_e5m2_read_as_e4m3(k):
 def block_output_truncated(k):
     """The bfloat16 output drops the low half."""
     return k.outputs(store=truncated)
+
+
+# --- the last place of the multiplier ---------------------------------------------------------------------------------
+
+ROWS_OF_FLOAT = BlockScaling(E4M3, 1, power_2_scale=False)
+
+
+@convention("multiplier-slightly-off", "quantize", ROWS_OF_FLOAT, shape=SIZE, columnwise=True)
+def block_multiplier_one_step_high(k):
+    """Each multiplier is the next float32 number; the stored scales are right."""
+    return k.outputs(product=lambda v, scale: v * np.nextafter(scale, F(np.inf)))
+
+
+@convention("multiplier-slightly-off", "quantize", ROWS_OF_FLOAT, shape=SIZE)
+def block_multiplier_by_a_fast_division(k):
+    """The quotient 448 / amax is off by one unit for a quarter of the amaxes, as a fast division is."""
+
+    def product(v, scale):
+        bits = np.ascontiguousarray(scale).view(np.int32)
+        return v * (bits + (bits % 4 == 1)).astype(np.int32).view(F)
+
+    return k.outputs(product=product)

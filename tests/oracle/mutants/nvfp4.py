@@ -493,3 +493,17 @@ def nv_columns_cast_with_scales_of_rows(k):
 def nv_cast_with_the_tensor_scale_alone(k):
     """x S_enc: the block scale is stored, and not divided by."""
     return k.outputs(nv_multiplier=lambda byte, s_enc: np.broadcast_to(s_enc, byte.shape))
+
+
+@convention("multiplier-slightly-off", "quantize", NV, shape=SIZE, data="heavy")
+def nv_multiplier_rounded_down(k):
+    """__frcp_rd in place of 1 / x: the reciprocal, and what it is made of, are one unit in the last place low."""
+    right = k.nv_multiplier
+    return k.outputs(nv_multiplier=lambda byte, s_enc: np.nextafter(right(byte, s_enc), F(0)))
+
+
+@convention("multiplier-slightly-off", "quantize", NV_2D, shape=SIZE, dtype=np.float16, data="heavy")
+def nv_multiplier_one_step_high(k):
+    """Each multiplier is the next float32 number."""
+    right = k.nv_multiplier
+    return k.outputs(nv_multiplier=lambda byte, s_enc: np.nextafter(right(byte, s_enc), F(np.inf)))
