@@ -388,6 +388,26 @@ def in_float16_after_each_term(g):
     return in_half(g, FP16, 1)
 
 
+def split(g, dtype, parts, total):
+    """k in parts, each rounded to 16 bits and multiplied by all scales before, added in a dtype."""
+    a, b = g.a.spread(), g.b.spread()
+    step, sums = a.shape[1] // parts, np.zeros((len(a), len(b)))
+    for start in range(0, a.shape[1], step):
+        part = a[:, start : start + step] @ b[:, start : start + step].T * g.a.factor * g.b.factor
+        sums = (sums + part.astype(np.float32).astype(dtype).astype(np.float64)).astype(total).astype(np.float64)
+    return g.finished(sums)
+
+
+@planted("split-sums-in-half")
+def halves_of_k_in_bfloat16(g):
+    return split(g, BF16, 2, np.float32)
+
+
+@planted("split-sums-in-half")
+def quarters_of_k_in_bfloat16_throughout(g):
+    return split(g, BF16, 4, BF16)
+
+
 @planted("bias-wrong", needs=("bias",))
 def bias_forgotten(g):
     return g.finished(g.product(), bias=0.0)

@@ -28,6 +28,7 @@ from refops.oracle.products.halves import (
     is_narrowed,
 )
 from refops.oracle.products.operands import Operand, direction_of
+from refops.oracle.products.splits import SPLIT, SplitProduct, split_shown
 from refops.oracle.replay import NotApplicable
 from refops.quantization.dequantize import DequantizedSource
 from refops.quantization.result import reorder_scales
@@ -124,6 +125,28 @@ def result_transposed(attempt):
     m, n = attempt.y.shape
     attempt.require(m > 1 and n > 1)
     attempt.read(lambda y: y.reshape(n, m).T)
+
+
+# --- parts of a split product ---------------------------------------------------------------------
+
+
+def _split(attempt):
+    """The split that the dump shows, or none."""
+    found = split_shown(attempt.product, attempt.y)
+    return [] if found is None else [found]
+
+
+@fault(
+    SPLIT,
+    "The product is split along k, and what its parts add up to is rounded to 16 bits before these are added: {split}, "
+    "where float32 is kept.",
+    part="sums",
+    choices=_split,
+)
+def split_sums_in_half(attempt, split):
+    attempt.facts["split"] = split
+    options = {"step": split.step, "total": split.total, "late": split.late}
+    attempt.product = SplitProduct.of(attempt.product, accumulator=HALVES[split.dtype], **options)
 
 
 # --- scales ---------------------------------------------------------------------------------------

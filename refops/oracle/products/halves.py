@@ -49,7 +49,7 @@ class HalfProduct(Product):
         step = np.where(np.abs(total) + step > largest, np.inf, step)
         outward = [total + sign * np.where(sign * total > 0, step, np.abs(total) * eps) for sign in (-1, 1)]
         ends = [np.where(np.isfinite(total), end, total) * self.following(rows, columns) for end in outward]
-        low, high = (self._moved(end, rows, columns) for end in (np.minimum(*ends), np.maximum(*ends)))
+        low, high = (self.finished(end, rows, columns) for end in (np.minimum(*ends), np.maximum(*ends)))
         return Bounds(low.astype(np.float32), high.astype(np.float32), np.isnan(low)).rounded(self.dtype)
 
 

@@ -10,6 +10,7 @@ from refops.oracle.entries import shown_entry, shown_range
 from refops.oracle.products.cards import has_short_sums, orders_of, short_orders_of
 from refops.oracle.products.case import ProductCase
 from refops.oracle.products.product import SHORT_BITS
+from refops.oracle.products.splits import SPLIT, split_shown
 from refops.oracle.report import NOTHING_CHECKED, Mismatch, Report
 from refops.oracle.tally import Tally, bits_of, distance_of
 from refops.tiles import cut
@@ -98,7 +99,9 @@ def check_product(inputs, outputs, scaling, params, swizzled_scales, diagnosing,
                 judge.notes.append(
                     f"the diagnosis ended after {budget:g} s of processor time: a larger budget tries more"
                 )
-        return judge.report(explanations if diagnosing else [], diagnosing and bool(judge.tally.count))
+        explanations = explanations if diagnosing else []
+        judge.note_split(explanations)
+        return judge.report(explanations, diagnosing and bool(judge.tally.count))
 
 
 class ProductJudge:
@@ -206,6 +209,17 @@ class ProductJudge:
             self.notes.append(
                 f"nearly all that values are off by is a common factor, {factor:.7g} = 1 {'-+'[factor > 1]} "
                 f"2^{np.log2(abs(factor - 1)):.1f}, which the bound permits"
+            )
+
+    def note_split(self, explanations):
+        """A note on results of a split product whose parts were rounded to 16 bits, unless it is an explanation."""
+        if self.bound == "bits" or 0 in self.product.shape or any(SPLIT in one.names for one in explanations):
+            return
+        split = split_shown(self.product, self.y)
+        if split is not None:
+            permitted = "" if self.tally.count else ", which the bound permits"
+            self.notes.append(
+                f"where they are not the exact sums rounded once, results are those of {split}{permitted}"
             )
 
     def _common_factor(self):

@@ -110,7 +110,7 @@ class Product:
 
     def exact(self, rows, columns):
         """float64, the results of exact sums before they are stored."""
-        return self._moved(self.sums(rows, columns), rows, columns)
+        return self.finished(self.sums(rows, columns), rows, columns)
 
     def bounds(self, rows, columns, *, short=False):
         """`Bounds` of what may be stored of some results.
@@ -133,7 +133,7 @@ class Product:
             error += self._short_error(rows, columns, of_a, of_b) * factors
         finite = np.isfinite(exact)
         low, high = (np.where(finite, exact + sign * error, exact) for sign in (-1, 1))
-        low, high = (self._moved(end, rows, columns) for end in (low, high))
+        low, high = (self.finished(end, rows, columns) for end in (low, high))
         nan = np.isnan(low)
         if not (whole <= LARGEST / 4).all():
             low, high, nan = _overflowing(low, high, nan, _beyond(whole, exact + sum(added)), finite)
@@ -153,7 +153,7 @@ class Product:
         """The exact results, rounded once to the dtype of the result."""
         return round_once(self.exact(rows, columns), self.dtype)
 
-    def _moved(self, values, rows, columns):
+    def finished(self, values, rows, columns):
         """What alpha a b^T becomes until it is stored; monotone in it."""
         if self.first is not None:
             values = self.first(values)
