@@ -511,6 +511,21 @@ def test_any_number_that_stands_for_results_of_either_sign_was_not_computed(held
     assert answer.names == ("not-written",) and "rows 192..223" in str(answer.place) and f"0x{held:02x}" in str(answer)
 
 
+@pytest.mark.parametrize("lane", [0, 13, 31])
+@pytest.mark.parametrize("lines", [slice(64, 65), slice(64, 80)])
+@pytest.mark.parametrize("along", [0, 1])
+def test_results_of_a_lane_that_its_neighbours_have_too_were_computed(lane, lines, along):
+    x, dy = normal((512, 512)), normal((512, 512), 2)
+    dx = refops.activation_grad("gelu", dy, x)
+    part = dx[lines, 96:128] if along else dx[96:128, lines]
+    part[...] = part[:, lane : lane + 1] if along else part[lane : lane + 1]
+    report = oracle.check("dgelu", {"dy": dy, "x": x}, {"dx": dx})
+    assert not report.ok and all("not-written" not in answer.names for answer in report.diagnosis), str(report)
+    part[...] = BF16.type(0.123)  # a number that no entry beside it has
+    (answer,) = oracle.check("dgelu", {"dy": dy, "x": x}, {"dx": dx}).diagnosis
+    assert answer.names == ("not-written",), str(answer)
+
+
 def test_a_saturated_result_was_computed():
     """Results of one sign, in a place, that a scale too large makes the largest number."""
     x = np.abs(normal()) + BF16.type(1)

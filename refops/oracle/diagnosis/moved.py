@@ -186,7 +186,24 @@ def find_constant(got, reference, differs, fmt):
         return found
     if times < FOUND * count:
         return None
-    return found if found.may_be_computed or found.is_no_result(reference[differs & found.held_by(got)]) else None
+    held = found.held_by(got)
+    if found.may_be_computed or (found.is_no_result(reference[differs & held]) and not _is_spread(held, differs)):
+        return found
+    return None
+
+
+def _is_spread(held, differs):
+    """Whether a number is the result of one entry that its neighbours got as well, as from a broadcast.
+
+    Half of the runs of entries that hold it wrongly, along rows or along columns, border on one that holds it rightly.
+    """
+    for wrong, right in ((held & differs, held & ~differs), ((held & differs).T, (held & ~differs).T)):
+        inside = np.pad(wrong, ((0, 0), (1, 1)))
+        first, behind = inside[:, 1:] & ~inside[:, :-1], inside[:, :-1] & ~inside[:, 1:]
+        bordering = np.count_nonzero(first[:, 1:-1] & right[:, :-1]) + np.count_nonzero(behind[:, :-1] & right)
+        if bordering >= 0.5 * np.count_nonzero(first):
+            return True
+    return False
 
 
 def _plain_bits(numbers):
