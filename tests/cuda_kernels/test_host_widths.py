@@ -62,6 +62,15 @@ def test_what_was_measured_is_kept(tmp_path, monkeypatch, ratio, bits):
     assert are_faster(tmp_path) == (bits == widths.WIDE)
 
 
+@pytest.mark.parametrize("kept", [b"", b"junk", b"128", b"\xff\xfe"])
+def test_a_file_that_says_something_else_is_measured_again(tmp_path, monkeypatch, kept):
+    monkeypatch.setattr(widths, "get_host_cpu_features", lambda: {"avx512f": True})
+    monkeypatch.setattr(widths, "measured", lambda: 0.5)
+    path = tmp_path / f"bits-of-vectors-{widths.get_host_cpu_name()}"
+    path.write_bytes(kept)
+    assert widths.are_faster.__wrapped__(tmp_path) and path.read_text() == str(widths.WIDE)
+
+
 def test_where_nothing_can_be_kept_it_is_measured_again(tmp_path, monkeypatch):
     monkeypatch.setattr(widths, "get_host_cpu_features", lambda: {"avx512f": True})
     monkeypatch.setattr(widths, "measured", lambda: 0.5)
