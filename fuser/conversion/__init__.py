@@ -160,11 +160,11 @@ def convert(
         raise ValueError(f"strict must be False here: not all is converted:\n  {problems}")
     if inplace:
         warn_of_lost_scales(model, plan.recipes)
+    if plan.refused_on_gpus:
+        warnings.warn(refusal_on_gpus(plan.refused_on_gpus), UserWarning, stacklevel=2)
     model = carried_out(model, plan, pad=pad, inplace=inplace, share_parameters=share_parameters)
     if problems:
         warnings.warn(f"left in high precision:\n  {problems}", UserWarning, stacklevel=2)
-    if plan.refused_on_gpus:
-        warnings.warn(refusal_on_gpus(plan.refused_on_gpus), UserWarning, stacklevel=2)
     return model
 
 

@@ -29,6 +29,8 @@ from refops.arguments import dimensions
 #: What TE and cuBLAS want the sizes of FP8 operands to be multiples of on a GPU. A forward pass needs 8 of those sizes
 #: that it does not sum over, which its backward pass does.
 MULTIPLE_ON_GPUS = 16
+#: How many of them a sentence names.
+MOST_NAMED = 8
 #: The quantizers of such operands. Other formats take no such sizes anywhere.
 FP8_QUANTIZERS = (Float8Quantizer, Float8CurrentScalingQuantizer, Float8BlockQuantizer)
 #: Modules of torch that multiply by their parameters and are not converted.
@@ -183,7 +185,8 @@ def refused_on_gpus(operands: Iterable[tuple[str, str, Sequence[int]]], *, pad: 
 
 def refusal_on_gpus(operands: Sequence[str], where: str = "") -> str:
     """The sentence about what `refused_on_gpus` found, under the recipes that `where` names."""
+    named = [*operands[:MOST_NAMED], *([f"{len(operands) - MOST_NAMED} more"] if len(operands) > MOST_NAMED else [])]
     return (
         f"On a GPU TE refuses FP8 products{where} with a size that is no multiple of {MULTIPLE_ON_GPUS}: "
-        f"{', '.join(operands)}. Here they are emulated."
+        f"{', '.join(named)}. Here they are emulated."
     )

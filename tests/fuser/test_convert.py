@@ -1103,6 +1103,14 @@ class TestWhatIsLeft:
         model(inputs(32, 64)).sum().backward()  # not once more in a call
         fuser.convert(model, {"3": recipe}, inplace=False)  # nothing is said of what is not converted
 
+    def test_sizes_that_a_gpu_refuses_are_said_before_anything_is_changed(self):
+        model = nn.Sequential(*[nn.Linear(24, 24) for _ in range(20)])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(UserWarning, match=r"0 weight 24x24, .*, 7 weight 24x24, 12 more\. Here"):
+                fuser.convert(model, DelayedScaling())
+        assert {type(one) for one in model} == {nn.Linear}
+
     def test_sizes_that_a_gpu_refuses_of_other_layers(self):
         conv = Conv1D(24, 64)  # its weight is 64x24, that of the operation 24x64
         for model, recipe, named in (
