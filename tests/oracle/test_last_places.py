@@ -209,7 +209,7 @@ def test_ties_away_from_zero_keep_their_name(scaling, dtype):
     report = judged(x, scaling, outputs)
     assert not any(NAME[0] in answer.names for answer in report.diagnosis), str(report)
     [answer] = [answer for answer in report.diagnosis if answer.names == ("ties-away",)]
-    assert answer.sentence.endswith("(or what elements are multiplied by is one unit in the last place too high).")
+    assert answer.sentence.endswith("(or after a multiplier one unit in the last place too high).")
 
 
 def test_ties_under_powers_of_two_are_ties():

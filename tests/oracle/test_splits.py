@@ -43,7 +43,7 @@ def split(a, b, step, dtype, total=F, factor=1.0):
 def says(report):
     """What is said of a split, as an answer or a note."""
     answers = [answer.sentence for answer in report.diagnosis if answer.names == NAME]
-    return answers + [note for note in report.notes if "results are those of" in note]
+    return answers + [note for note in report.notes if "rounded once, are those of" in note]
 
 
 CASES = [

@@ -159,7 +159,7 @@ def truncation(replay, choice):
 def ties_away(replay):
     _other_rounding(replay, "nearest_away")
     if replay.computes and replay.scaling is not None and not _has_powers_of_two(replay):
-        replay.facts["besides"] = " (or what elements are multiplied by is one unit in the last place too high)"
+        replay.facts["besides"] = " (or after a multiplier one unit in the last place too high)"
 
 
 def _has_powers_of_two(replay):

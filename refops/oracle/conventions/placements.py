@@ -135,9 +135,9 @@ MIRRORS = {
     "grid": "block [j, i]",
     128: "block [j, i] of its tile of 128 x 128 elements",
     64: "block [j, i] of its tile of 64 x 64 elements",
-    "rows": "the block at place {columns} j + i, counted along rows: [j, i] where [i, j] is meant",
+    "rows": "the block at place {columns} j + i, counted along rows, as if its indices were [j, i]",
     "columns": "the block at place {rows} j + i, counted along rows, as if the scales lay transposed",
-    "stored": "the block at place {columns} i + j, counted along columns, as the scales lie transposed",
+    "stored": "the block at place {columns} i + j, counted along columns, as if the scales lay row by row",
 }
 TILES = tuple(how for how in MIRRORS if isinstance(how, int))
 

@@ -218,9 +218,7 @@ class ProductJudge:
         split = split_shown(self.product, self.y)
         if split is not None:
             permitted = "" if self.tally.count else ", which the bound permits"
-            self.notes.append(
-                f"where they are not the exact sums rounded once, results are those of {split}{permitted}"
-            )
+            self.notes.append(f"results that differ from the exact sums, rounded once, are those of {split}{permitted}")
 
     def _common_factor(self):
         """The number that a sample of the results is the exact one times, if it makes nearly all of their errors."""
