@@ -109,9 +109,9 @@ bench: $(PEERS)
 	PYTHONPATH=.:tests $(BIN)/python tests/benchmarks/compare.py
 	PYTHONPATH=.:tests $(BIN)/python tests/benchmarks/instructions.py
 
-## bench-bounds  the asserted bounds on speed, times BENCH_ALLOWANCE: 1, if it is not set, for a quiet machine
+## bench-bounds  the asserted bounds on speed, on a quiet machine; BENCH_ALLOWANCE=1.5 allows half more on another one
 bench-bounds: $(INSTALLED)
-	BENCH_ALLOWANCE=$(or $(BENCH_ALLOWANCE),1) $(BIN)/python -m pytest $(BOUNDS)
+	$(BIN)/python -m pytest $(BOUNDS)
 
 ## bench-short  every operation of bench runs, with the right bits; nothing is asserted of its time
 bench-short: $(INSTALLED)
