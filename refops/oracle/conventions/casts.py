@@ -793,6 +793,8 @@ def _much_differs(replay, name):
 
 #: Units in the last place by which a multiplier may be off: fast reciprocals and divisions have one or two.
 OFF_BY = (1, -1, 2, -2)
+#: In place of the offsets of all multipliers: each scale has one of its own, which its codes show.
+FITTED = "fitted"
 #: Units up to which a number is looked for that gives the same codes: numbers of 16 bits may not tell them apart.
 MOST_UNITS = 1 << 12
 #: Wrong codes that an offset must give, for each number that is fitted to it; the most of all, as a share.
@@ -802,7 +804,7 @@ MOST_ELEMENTS = 1 << 19
 
 
 def _last_places(replay):
-    """The least and the greatest offset that gives the wrong codes, or "fitted" for one of each scale: one or none.
+    """The least and the greatest offset that gives the wrong codes, or `FITTED`: a list of one of these, or none.
 
     A product that is rounded otherwise than to nearest, a quotient in its place, and ties that all go one way move
     codes as well: where one of these gives the codes too, no offset is named.
@@ -816,7 +818,7 @@ def _last_places(replay):
     found = [_last_places_of(replay, direction) for direction in copies]
     if any(offsets != found[0] for offsets in found):
         least = {offsets and offsets[0] for offsets in found}
-        if len(least) > 1 or found[0] in (None, "fitted"):
+        if len(least) > 1 or found[0] in (None, FITTED):
             return []
         return [min(found, key=lambda offsets: abs(offsets[1]))]
     return [found[0]] if found[0] is not None else []
@@ -851,7 +853,7 @@ def _last_places_of(replay, direction):
     moved = _fitted(values, multiplier, codes, encode)
     fitted = len(np.unique(multiplier[moved != multiplier]))
     is_evident = fitted > 1 and count >= LEAST_CODES * fitted
-    return "fitted" if is_evident and np.array_equal(encode(values * moved), codes) else None
+    return FITTED if is_evident and np.array_equal(encode(values * moved), codes) else None
 
 
 def _products(replay, direction):
@@ -911,7 +913,7 @@ def _fitted(values, multiplier, codes, encode):
     alone=True,
 )
 def multiplier_slightly_off(replay, choice):
-    if choice != "fitted":
+    if choice != FITTED:
         least, most = (abs(units) for units in choice)
         units = f"{least} unit{'s' * (least > 1)}" if least == most else f"{least} to {most:,} units"
         replay.facts["what"] = f"too {'high' if choice[0] > 0 else 'low'} by {units}"
